@@ -29,7 +29,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for."""
+    """Import `name` on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -39,7 +39,7 @@ from kvcli.telemetry.report import Report
 
 @dataclass(frozen=True)
 class Answer:
-    """What one text was continued with; with `num_samples` above 1 the properties are those of the first sample."""
+    """The continuation of one text; with `num_samples` above 1 the properties are those of the first sample."""
 
     report: Report
 
@@ -50,29 +50,29 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens, the one that ended it among them."""
+        """Its tokens, including the one that ended it."""
         return self.report.sequences[0].token_ids
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended: "eos", "stop", "length" or "interrupted"."""
+        """The reason for its end: "eos", "stop", "length" or "interrupted"."""
         return self.report.sequences[0].finish_reason
 
     @property
     def statistics(self) -> dict[str, Any]:
-        """Times in milliseconds, corrections, and what the cache asked for and moved, as in `to_dict`."""
+        """Times in milliseconds, corrections, and the cache's requests and traffic, as in `to_dict`."""
         sequence = self.to_dict()["sequences"][0]
         return {
             name: sequence[name] for name in ("timing", "correction", "cache", "method", "steps") if name in sequence
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what `kvcli generate --json` prints."""
+        """Return what `kvcli generate --json` prints."""
         return self.report.to_dict()
 
 
 class LanguageModel:
-    """A checkpoint that texts are continued with, made by `load`; its weights are read when they are first needed."""
+    """A checkpoint that continues texts, made by `load`; its weights are read when they are first needed."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
@@ -102,11 +102,11 @@ class LanguageModel:
             prompt: the question after each of them, or several; without it the texts stand alone.
             options: those of the command line by their long names, as `kvcli.inputs.options.GENERATION` lists them
                 (docs/python.md has the table): of the method, the conversation, the sampling, saved KV, a disk and a
-                checkpoint; sizes may be text such as "200GiB". All others are settings of the method, but for
+                checkpoint; sizes may be text such as "200GiB". All others are settings of the method, except
                 `observer`, a `kvcli.telemetry.observer.Observer`.
 
         Returns:
-            An answer for one text and question; for several of either a list, all questions on a text side by side.
+            An answer for one text and question; a list for several of either, with all questions on a text in a row.
 
         Raises:
             KvcliError: an unknown name or a bad value, a run that will not fit, a text that cannot be continued.
@@ -131,11 +131,11 @@ class LanguageModel:
             raise KvcliError(error)
 
     def chat(self, document: str = "", **options: Any) -> Chat:
-        """Talk about a document (or about none): it is read once, and each turn reads what is new.
+        """Start a chat about a document (or about none): it is read once, and each turn reads what is new.
 
         Args:
             document: a text.
-            options: as in `generate`, but for `audit`, `lossless`, `pipeline`, `checkpoint`, `every`, `kv_disk` and
+            options: as in `generate`, except `audit`, `lossless`, `pipeline`, `checkpoint`, `every`, `kv_disk` and
                 `num_samples`.
 
         Raises:
@@ -162,10 +162,9 @@ class LanguageModel:
         times: bool = False,
         **settings: Any,
     ) -> CapacityPlan:
-        """Tell what a run over prompts of `context` tokens needs in memory, and whether it fits, before it is run.
+        """Plan the memory of a run over prompts of `context` tokens, and whether it fits, before it is run.
 
-        With `times` a few layers are tried on this machine for the time of a step and of the prefill, which takes
-        seconds.
+        With `times` a few layers are tried on this machine to time a step and the prefill, which takes seconds.
 
         Raises:
             KvcliError: an unknown name or a bad value (usage).
@@ -203,7 +202,7 @@ class Chat:
         dialogue.read()
 
     def ask(self, question: str) -> Answer:
-        """Ask about the document and what was said.
+        """Ask about the document and the conversation.
 
         Raises:
             KvcliError: the conversation will not fit, or cannot be continued.
@@ -217,13 +216,13 @@ class Chat:
         return self.dialogue.ask(question)
 
     def retry(self) -> Answer:
-        """Ask the last question again, in place of the answer that it had; errors as in `ask`."""
+        """Ask the last question again and replace its answer; errors as in `ask`."""
         for _ in self.dialogue.retry():
             pass
         return Answer(self.dialogue.report(last=1))
 
     def use(self, method: str | None = None, profile: str | None = None, **settings: Any) -> None:
-        """Answer by another method, or with other settings, from now on; without a name, the settings are defaults.
+        """Answer by another method, or with other settings, from now on; without a name, the current method's.
 
         Raises:
             KvcliError: an unknown name or a bad value (usage).
@@ -232,7 +231,7 @@ class Chat:
         self.dialogue.profile = resolve_profile(name, profile, settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all turns as `kvcli chat --json` prints them."""
+        """Return all turns as `kvcli chat --json` prints them."""
         return self.dialogue.report().to_dict()
 
 
@@ -240,9 +239,9 @@ class Chat:
 def load(options: ModelOptions) -> LanguageModel:
     """Open a checkpoint: a directory, a GGUF file, a hub id, with load_format "dummy" a shape; None is the demo model.
 
-    Options are those of the command line: `model`, which may come first without its name, `device`, `dtype`,
-    `weights` (quantised on loading, int8, int4 or fp8, by the extra kvcli[weights]; those of a GGUF file unpacked,
-    wide), `load_format`, `offline` and `tokenizer`, the directory or hub id of another one than the checkpoint's.
+    Options are those of the command line: `model`, which may come first without its name, `device`, `dtype`, `weights`
+    (quantised on loading as int8, int4 or fp8, with the extra kvcli[weights]; or those of a GGUF file, unpacked and
+    wide), `load_format`, `offline` and `tokenizer`, the directory or hub id that replaces the checkpoint's.
 
     Raises:
         KvcliError: there is no such model, its files are broken, or it cannot be served (usage or runtime).
@@ -251,20 +250,20 @@ def load(options: ModelOptions) -> LanguageModel:
 
 
 def resume(directory: str | Path, *, model: str | None = None, observer: Observer | None = None) -> list[Answer]:
-    """Go on with what `generate(..., checkpoint=directory)` kept: an answer for each text, as if nothing had ended it.
+    """Continue what `generate(..., checkpoint=directory)` kept; return an answer for each text, as without the break.
 
-    `model` is where the model is by now, if it was moved.
+    `model` is the new location of the model, if it was moved.
 
     Raises:
-        KvcliError: there is no run in the directory, another process is at work on it, the model is another, or a
-            file is not as it was written.
+        KvcliError: there is no run in the directory, another process is at work on it, the model differs, or a file
+            differs from what was written.
     """
     kept = KeptRun.open(Keep(Path(directory)))
     return _answers(go_on(kept, observer or Observer(), model=model), kept.sampling.num_samples)
 
 
 def _answers(report: Report, samples: int) -> list[Answer]:
-    """Part a report by texts; raises KvcliError where one could not be continued."""
+    """Split a report by texts; raises KvcliError if one could not be continued."""
     for sequence in report.sequences:
         if sequence.error is not None:
             raise KvcliError(f"{sequence.source}: {sequence.error}")

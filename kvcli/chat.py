@@ -27,7 +27,7 @@ from kvcli.telemetry.observer import Observer
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question with its answer: the conversation in tokens before it, what the answer was, and what it took."""
+    """A question with its answer, the conversation in tokens before it, and the answer's settings and memory."""
 
     question: str
     ids: Sequence[int]
@@ -42,10 +42,10 @@ class Exchange:
 
 
 class Dialogue:
-    """A document (or none) and what was said about it; `profile` and `sampling` are those of the next answer.
+    """A document (or none) and the conversation about it; `profile` and `sampling` are those of the next answer.
 
-    With a chat template the messages are rendered anew at every turn, and what is as before is not read again. Without
-    one, a blank line parts questions and answers.
+    With a chat template the messages are rendered anew at every turn, and the unchanged beginning is not read again.
+    Without one, a blank line separates questions and answers.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Dialogue:
         self.exchanges: list[Exchange] = []
         self.conversation = Conversation(model, self.observer)
         self.attempts = 0  # of the last question, after the first
-        self._warned = False  # that the conversation is longer than what the model was made for
+        self._warned = False  # that the conversation is longer than the model was made for
 
     def read(self, saved: Path | None = None) -> None:
-        """Read the document before the first question, where the method can make use of it; say what may be amiss.
+        """Read the document before the first question, if the method can use that; show notices on model and profile.
 
-        What of it is in the directory `saved` is loaded.
+        The part of it in the directory `saved` is loaded.
 
         Raises:
             KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
@@ -90,7 +90,7 @@ class Dialogue:
             self.conversation.read(ids, len(ids) + self.sampling.max_tokens, find)
 
     def ask(self, question: str) -> Iterator[str]:
-        """Answer a question about the document and what was said; yields the text as it comes.
+        """Answer a question about the document and the conversation; yield the text as it comes.
 
         An answer that is broken off stays as far as it came.
 
@@ -101,7 +101,7 @@ class Dialogue:
         yield from self._answer(question)
 
     def retry(self) -> Iterator[str]:
-        """Answer the last question once more, in place of the answer that it had; drawn anew where tokens are drawn.
+        """Answer the last question once more and replace its answer; sampled tokens are drawn anew.
 
         Raises:
             KvcliError: nothing was asked yet (usage); as in `ask`.
@@ -112,10 +112,10 @@ class Dialogue:
         yield from self._answer(self.exchanges.pop().question)
 
     def save(self, folder: Path) -> int:
-        """Save the KV of what was read, as `kvcli generate --save-kv` does; returns how many tokens it is of.
+        """Save the KV of what was read, as `kvcli generate --save-kv` does; return its number of tokens.
 
         Raises:
-            KvcliError: nothing was read yet, or the directory is no new one (usage); it cannot be written (runtime).
+            KvcliError: nothing was read yet, or the directory is not new (usage); it cannot be written (runtime).
         """
         document = self.exchanges[0].question if self.exchanges and not self.document else self.document
         library = self._library(KVOptions(save=folder))
@@ -123,7 +123,7 @@ class Dialogue:
         return self.conversation.save(lambda ids, rope: library.writers(prompt, ids, rope, None))
 
     def report(self, last: int | None = None) -> report.Report:
-        """Put what was said together: an entry for each answer, or for the `last` ones."""
+        """Report the conversation: an entry for each answer, or for the `last` ones."""
         chosen = self.exchanges if last is None else self.exchanges[-last:]
         profile = chosen[-1].profile if chosen else self.profile
         kv = chosen[-1].kv if chosen else Footprint()
@@ -159,7 +159,7 @@ class Dialogue:
         self.exchanges.append(Exchange(question, ids, entry, self.profile, kv))
 
     def _tokens(self, document: str, question: str, said: Sequence[Exchange]) -> list[int]:
-        """The conversation in tokens, up to where the answer to `question` begins."""
+        """Encode the conversation up to the beginning of the answer to `question`."""
         tokenizer, first = self.checkpoint.tokenizer, said[0].question if said else question
         prompt = Prompt("chat", document, first) if document else Prompt("chat", first)
         if self.template.raw or tokenizer.chat_template is None:
@@ -176,7 +176,7 @@ class Dialogue:
         return encode(prompt, self.template, tokenizer, turns)
 
     def _check(self, tokens: int) -> None:
-        """Refuse a turn that will not fit, what is kept of the conversation included.
+        """Refuse a turn that will not fit, including what is kept of the conversation.
 
         Raises:
             KvcliError: exit code 3; a budget that is a share of it is too small for the method (usage).

@@ -1,6 +1,6 @@
-"""Private interfaces of torch and transformers, all in one place; `tests/test_compat.py` fails when one of them moves.
+"""Private interfaces of torch and transformers, all in one place; `tests/test_compat.py` fails when one changes.
 
-What is public is used where it is needed. Everything here has no public counterpart in the supported versions.
+Nothing here has a public counterpart in the supported versions; public interfaces are used directly.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 @cache
 def _onednn_dtypes() -> frozenset[torch.dtype]:
-    """List what oneDNN multiplies here; bfloat16 takes a processor with AVX-512 or its like."""
+    """List the dtypes that oneDNN multiplies here; bfloat16 takes a processor with AVX-512 or the like."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return frozenset()
     wide = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -29,10 +29,10 @@ def onednn_suits(weight: Tensor) -> bool:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] @ weight.T + bias -> [..., out], without gradients; agrees with torch's within rounding.
+    """Multiply x [..., in] @ weight.T + bias -> [..., out], without gradients; agrees with torch's within rounding.
 
-    A decode step reads every weight once for a row or a few: it is bound by memory. For such shapes oneDNN reads at up
-    to twice the rate of the BLAS that torch calls by default, and it is no slower for the many rows of a prefill
+    A decode step reads every weight once for one row or a few, so it is bound by memory. For such shapes oneDNN reads
+    at up to twice the rate of the BLAS that torch calls by default, and it is no slower for the many rows of a prefill
     (`benchmarks/cpu_linear.py`).
     """
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -40,15 +40,15 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def preferred_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, grouped: bool) -> SDPBackend:
-    """Name what torch's scaled_dot_product_attention would take for q [b, H, m, d] and k, v [b, Hk, n, d]."""
+    """Name the backend of torch's scaled_dot_product_attention for q [b, H, m, d] and k, v [b, Hk, n, d]."""
     return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
 
 
 def end_broken_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
-    """End a capture into `pool` in the middle of its work, on the stream that it began on.
+    """End a capture into `pool` that failed midway, on the stream that it began on.
 
-    Where the work broke it off, torch's own end fails before it takes the allocator out of capture, which would then
-    hold the pool for good, and no longer make room by freeing what is cached.
+    After a failure of the captured work, torch's own end fails before it takes the allocator out of capture. The
+    allocator would then hold the pool for good, and no longer free cached memory to make room.
     """
     try:
         graph.capture_end()
@@ -70,7 +70,7 @@ def exporting() -> Iterator[None]:
 
 
 def attention_implementation(model: Any) -> str:
-    """Name the attention that a model is set to, for `set_attn_implementation` to go back to."""
+    """Name the attention that a model is set to, for `set_attn_implementation` to restore."""
     return str(model.config._attn_implementation)
 
 
@@ -80,5 +80,5 @@ def can_set_attention(model: Any) -> bool:
 
 
 def auto_class(auto: Any, config: type, model: type) -> Any:
-    """Derive one of transformers' auto classes that makes a model of this class of such a config."""
+    """Derive one of transformers' auto classes that makes a model of class `model` from such a config."""
     return type(auto.__name__, (auto,), {"_model_mapping": {config: model}})

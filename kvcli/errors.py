@@ -1,4 +1,4 @@
-"""The one exception a user is meant to see, and in a line what pydantic finds wrong with a file."""
+"""The exception that users see, its exit codes, and one-line descriptions of pydantic's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """What the process tells its caller; docs/guide.md lists all codes."""
+    """The exit code of the process; docs/guide.md lists all codes."""
 
     OK = 0
     RUNTIME = 1
@@ -23,9 +23,9 @@ class ExitCode(IntEnum):
 
 
 class KvcliError(Exception):
-    """Something the user can act on: what is wrong with the value in it, and the way out.
+    """An error that the user can act on: the problem, with the value in it, and the way out.
 
-    `what` is one line without a full stop at its end, `hint` says what to do (may be empty).
+    `what` is one line without a full stop at its end; `hint` says what to do (may be empty).
     """
 
     def __init__(self, what: str, hint: str = "", exit_code: ExitCode = ExitCode.RUNTIME):
@@ -51,12 +51,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Say the first problem of a validation, such as "context should be a valid string" or "no field 'answer'"."""
+    """Describe the first problem of a validation, such as "context should be a valid string" or "no field 'answer'"."""
     return all_problems(error)[0]
 
 
 def all_problems(error: ValidationError) -> list[str]:
-    """Say every problem of a validation as `first_problem` says the first."""
+    """Describe every problem of a validation as `first_problem` does the first."""
     return [_said(problem) for problem in error.errors(include_url=False, include_input=False, include_context=False)]
 
 
@@ -73,5 +73,5 @@ def _said(problem: ErrorDetails) -> str:
 
 
 def bad_json(problem: object) -> str:
-    """Say what a JSON parser found in one line of a file: the line's number is the caller's to tell."""
+    """Describe a JSON parser's problem with one line of a file; the caller adds the line's number."""
     return f"bad JSON: {re.sub(r' at line [0-9]+ column', ' at column', str(problem))}"

@@ -1,6 +1,6 @@
 """The main path: load a model, read the prompts into a method's caches, decode, report.
 
-Read this first; every other module serves one of its lines. `docs/architecture.md` walks on from here.
+Read this first; every other module serves one of its lines. `docs/architecture.md` continues from here.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
 
 Step = list[tuple[RunningSequence, str]]
-"""What a step gave: each of its sequences with its new text."""
+"""The sequences of one step, each with its new text."""
 
 
 def generate(
     spec: ModelSpec, request: GenerationRequest, observer: Observer, timeline: Timeline | None = None
 ) -> report.Report:
-    """Load a model and continue every prompt `sampling.num_samples` times; see `Generation` for what comes back.
+    """Load a model and continue every prompt `sampling.num_samples` times; return the report.
 
-    Ctrl-C is no error once the model is loaded: the report holds what there is, with `finish_reason` "interrupted".
-    A `timeline` that is switched on gets the spans of all phases; steps are blocking then.
+    Ctrl-C is not an error once the model is loaded: the report holds what there is, with `finish_reason` "interrupted".
+    An enabled `timeline` receives the spans of all phases and makes the steps blocking.
 
     Raises:
-        KvcliError: the model cannot be loaded or the only prompt not encoded (usage or runtime); the run will not
-            fit (exit code 3), which is found out before the weights are read.
+        KvcliError: the model cannot be loaded or the only prompt not encoded (usage or runtime); the run will not fit
+            (exit code 3), which is checked before the weights are read.
     """
     timeline = timeline or Timeline()
     observer.stage("load")
@@ -66,13 +66,12 @@ def generate(
 def resume(
     kept: KeptRun, observer: Observer, timeline: Timeline | None = None, model: str | None = None
 ) -> report.Report:
-    """Go on with a generation that was kept in a directory; all of its text is announced, and comes back.
+    """Continue a generation that was kept in a directory; announce all of its text and return the report.
 
-    A generation that has finished is only reported. `model` is where the model is by now, if it was moved.
+    A finished generation is only reported. `model` is the new location of the model, if it was moved.
 
     Raises:
-        KvcliError: as `generate` does; and where the model or the tokenizer is another (usage), or what is kept is not
-            whole (runtime).
+        KvcliError: as for `generate`; the model or the tokenizer differs (usage); the kept files are damaged (runtime).
     """
     timeline = timeline or Timeline()
     with closing(kept):
@@ -93,7 +92,7 @@ def resume(
 
 
 def _run(generation: Generation) -> report.Report:
-    """Take all steps, show them, and report."""
+    """Take all steps, announce them, and return the report."""
     request, observer = generation.request, generation.observer
     try:
         with closing(generation.steps()) as steps:
@@ -114,7 +113,7 @@ def _run(generation: Generation) -> report.Report:
 
 @dataclass
 class Generation:
-    """One run over prompts in tokens, on a loaded model: take its `steps`, then its `report`."""
+    """One run over encoded prompts on a loaded model: take its `steps`, then its `report`."""
 
     request: GenerationRequest
     model: Model
@@ -128,7 +127,7 @@ class Generation:
     sequences: list[RunningSequence] = field(default_factory=list, init=False)
     audits: list[Audit] = field(default_factory=list, init=False)
     loaded: Footprint = field(default_factory=Footprint, init=False)
-    """What sequences have in host memory of loaded KV."""
+    """Host memory of loaded KV that the sequences use."""
     saved: list[report.SavedPrompt] = field(default_factory=list, init=False)
 
     @classmethod
@@ -141,7 +140,7 @@ class Generation:
         timeline: Timeline | None = None,
         loaded: Model | None = None,
     ) -> Generation:
-        """Settle how a run goes, refuse what cannot be done, and then read the weights, unless they are `loaded`.
+        """Settle how the run goes, refuse what cannot be done, then read the weights unless they are `loaded`.
 
         Raises:
             KvcliError: the run will not fit (exit code 3); options contradict each other (usage).
@@ -158,7 +157,7 @@ class Generation:
         return cls(request, loaded, prompts, pipeline, observer, timeline, kept, library, disk)
 
     def steps(self) -> Generator[Step, None, None]:
-        """Read the documents one at a time, each with all its questions; then decode all together, a token a step."""
+        """Prefill the documents one by one, each with all its questions; then decode all together, a token per step."""
         request, kept = self.request, self.kept
         beside = request.beside(self.model.device.type)
         ready_for = engine(self.model, capacities(request, self.prompts), self.observer.notice, self.disk)
@@ -171,16 +170,16 @@ class Generation:
                 yield from self._read(ready, runner)
                 forget_host_memory(self.model.device)
                 yield from self._decode(ready)
-            finally:  # what was read is kept, also where the run is interrupted
+            finally:  # keep what was read, even if the run is interrupted
                 self.loaded, self.saved = runner.kept, runner.finish()
                 for each in self.saved:
-                    if each.error is not None and each.cached:  # what was asked for by name is an error of the run
+                    if each.error is not None and each.cached:  # a failed --save-kv is an error of the run
                         self.observer.notice(each.error)
             if kept is not None:
                 kept.finish(self.report(), self.observer.failure)
 
     def _read(self, ready: Engine, runner: PrefillRunner) -> Generator[Step, None, None]:
-        """Read what has not been read in a run that is gone on with."""
+        """Restore a kept run, then prefill the prompts that it had not read."""
         kept, request = self.kept, self.request
         if kept is not None and (restored := kept.restore(ready, self.timeline)):
             self.sequences, runner.kept = restored, Footprint(host=kept.lent_bytes)
@@ -214,18 +213,18 @@ class Generation:
                 sequence.error += f": {describe_origin(ready, prompt.ids)}"
 
     def interrupt(self) -> Step:
-        """End what still runs; returns it with the text that was held back."""
+        """End the running sequences; return them with their held-back text."""
         return [(sequence, sequence.end("interrupted")) for sequence in self.sequences if sequence.running]
 
     def fail(self, error: KvcliError) -> Step:
-        """End what still runs for an error of all of it; returns it with the text that was held back."""
+        """End the running sequences with one error; return them with their held-back text."""
         running = [sequence for sequence in self.sequences if sequence.running]
         for sequence in running:
             sequence.error = error.what
         return [(sequence, sequence.end("error")) for sequence in running]
 
     def report(self) -> report.Report:
-        """List the sequences in the order of the prompts, the samples of each side by side.
+        """Report the sequences in the order of the prompts, the samples of each next to each other.
 
         A prompt that could not be encoded has `finish_reason` "error"; one that was not reached, "interrupted".
         """
@@ -244,7 +243,7 @@ class Generation:
 
 
 def announce(step: Step, observer: Observer) -> None:
-    """Tell the observer what a step gave: every sequence's new text, and which of them ended."""
+    """Tell the observer each sequence's new text and which sequences ended."""
     for sequence, piece in step:
         if piece:
             observer.text(sequence.index, piece)

@@ -1,4 +1,4 @@
-"""What is asked of a generation, and what is settled and refused before the weights are read."""
+"""A generation request, and everything that is settled or refused before the weights are read."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ from kvcli.telemetry.observer import Observer
 
 @dataclass(frozen=True)
 class GenerationRequest(Stepping):
-    """What to generate: prompts, by which method, and how to sample."""
+    """What to generate: the prompts, the method, and the sampling."""
 
     profile: Profile
     prompts: tuple[Prompt, ...]
     sampling: Sampling = field(default_factory=Sampling)
     template: Template = field(default_factory=Template)
     keep: Keep | None = None
-    """Where to keep the run, so that `resume` can go on with it."""
+    """Where to keep the run, so that `resume` can continue it."""
     kv: KVOptions = field(default_factory=KVOptions)
-    """Where prompts' KV is taken from, and saved to."""
+    """Where prompts' KV is loaded from and saved to."""
     disk: DiskOptions | None = None
-    """Where KV lies that host memory is not to hold, see `kvcli.memory.disk_tier`."""
+    """Where to put KV that host memory is not to hold, see `kvcli.memory.disk_tier`."""
 
     def beside(self, device: str) -> Profile | None:
-        """The profile of the second method that each sequence brings on a type of device, if it does."""
+        """Return the profile of the second method that each sequence brings on a type of device, if any."""
         if self.lossless is not None:
             return verifying_profile(device)
         return None if self.audit is None else reference_profile()
 
 
 def capacities(request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[int]:
-    """Tokens of each sequence if it runs to its end."""
+    """Return the tokens of each sequence if it runs to its end."""
     return [len(prompt.ids) + request.sampling.max_tokens for prompt in prompts]
 
 
 def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: Observer) -> KVLibrary | None:
-    """Open what KV is taken from and saved to; None where there is nothing of the kind.
+    """Open the library that KV is loaded from and saved to; None if the request has no KV options.
 
     Raises:
         KvcliError: it cannot be used, or not with this model or method (usage); it is damaged (runtime).
@@ -78,10 +78,10 @@ def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: O
 
 
 def open_disk(request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt]) -> DiskTier | None:
-    """Make the tier below host memory, for all sequences together; None where there is to be none.
+    """Make the tier below host memory, shared by all sequences; None if there is to be none.
 
     Raises:
-        KvcliError: the directory cannot be used, or not with what else was asked for (usage).
+        KvcliError: the directory cannot be used, or not with the other options (usage).
     """
     asked = request.disk
     if asked is None:
@@ -101,10 +101,10 @@ def check(
     loaded: bool = False,
     disk: DiskTier | None = None,
 ) -> None:
-    """Refuse what memory or `disk` does not hold, and give notice of what model or profile was not made for.
+    """Refuse what does not fit into memory or `disk`, and give notice of uses beyond the model's or profile's.
 
     Raises:
-        KvcliError: the run will not fit (exit code 3); `loaded` weights are there already.
+        KvcliError: the run will not fit (exit code 3); the weights count unless they are `loaded` already.
     """
     sizes, together = [], 0
     for group in by_document([prompt for prompt in prompts if prompt.error is None]):
@@ -131,7 +131,7 @@ def check(
 def begin_to_pin(
     request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], disk: DiskTier | None
 ) -> None:
-    """Have host memory for the first prompt's KV get ready while the weights are read, if all of it is new."""
+    """Start to prepare host memory for the first prompt's KV while the weights are read, if all of that KV is new."""
     loaded = request.kv.use is not None or request.kv.cache is not None
     lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
     if lengths and disk is None and not loaded:
@@ -139,10 +139,10 @@ def begin_to_pin(
 
 
 def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: bool = False) -> Pipeline:
-    """Choose how steps run; those that are `traced`, audited, kept or checked are blocking.
+    """Choose how steps run; they are blocking if `traced`, audited, kept or checked.
 
     Raises:
-        KvcliError: what was asked for cannot do what else was asked for (usage).
+        KvcliError: options contradict each other (usage).
     """
     asked: dict[str, object] = {"--lossless": request.lossless, "--audit": request.audit, "--trace": traced or None}
     if checkpoint.device.type == "cuda":
@@ -154,7 +154,7 @@ def choose_pipeline(request: GenerationRequest, checkpoint: Checkpoint, traced: 
 def begin_to_keep(
     request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], pipeline: Pipeline
 ) -> KeptRun | None:
-    """Make the directory that a run is to be kept in, if it is; raises KvcliError (usage) where it cannot be."""
+    """Make the directory that a run is to be kept in, if any; raises KvcliError (usage) if it cannot be kept."""
     if request.keep is None:
         return None
     if checkpoint.placement is not None:
@@ -168,7 +168,7 @@ def begin_to_keep(
 def request_of(
     texts: Sequence[str], prompt: str | Sequence[str] | None, observer: Observer | None = None, **given: Any
 ) -> tuple[GenerationRequest, Observer]:
-    """Sort the options of `kvcli.api.LanguageModel.generate` into what they are about: a request and its observer.
+    """Sort the options of `kvcli.api.LanguageModel.generate` by subject into a request and its observer.
 
     Raises:
         KvcliError: a document is empty, a name is unknown, a value is bad (usage).

@@ -1,4 +1,4 @@
-"""Sizes as people write them: 32K tokens, 24GiB."""
+"""Parse and format sizes as people write them: 32K tokens, 24GiB."""
 
 import re
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ _UNLIMITED = 1 << 40
 
 
 class Share(int):
-    """A number of tokens that is a part of a prompt's, written 20%; without a prompt, as many as any prompt has."""
+    """A share of a prompt's tokens, written 20%; without a prompt it counts as more tokens than any prompt has."""
 
     part: Fraction
 
     def __new__(cls, text: str) -> "Share":
-        """Read "20%" or "1.56%". Raises ValueError with the text in it."""
+        """Parse "20%" or "1.56%". Raises ValueError with the text in it."""
         match = _SHARE.fullmatch(text.strip())
         if match is None or not 0 < Fraction(match[1]) <= 100:
             raise ValueError(f"{text!r} is not a share such as 20%, above 0% and 100% at most")
@@ -33,53 +33,53 @@ class Share(int):
         return share
 
     def of(self, tokens: int) -> int:
-        """Tokens of a prompt of `tokens`, rounded down."""
+        """Return the share of a prompt of `tokens`, in tokens rounded down."""
         return int(self.part * tokens)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether it is the same part: it equals no number."""
+        """Tell whether the other is the same share; a share equals no number."""
         return isinstance(other, Share) and self.part == other.part
 
     def __ne__(self, other: object) -> bool:
-        """Tell whether it is another part."""
+        """Tell whether the other is not the same share."""
         return not self == other
 
     def __hash__(self) -> int:
-        """Hash the part."""
+        """Hash the share."""
         return hash(self.part)
 
     def __str__(self) -> str:
-        """Write it as it is read."""
+        """Format the share as it is parsed."""
         return f"{float(100 * self.part):g}%"
 
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        """Write it as it is read, whatever form a number should have."""
+        """Format the share as it is parsed, whatever `spec` says."""
         return str(self)
 
     def __reduce__(self) -> tuple[type["Share"], tuple[str]]:
-        """Copy it by its text."""
+        """Pickle and copy the share by its text."""
         return Share, (str(self),)
 
 
 def parse_count_or_share(text: str) -> int:
-    """Tokens from "512" or "32K", or a share of the prompt from "20%". Raises ValueError with the text in it."""
+    """Parse tokens from "512" or "32K", or a share of the prompt from "20%". Raises ValueError with the text in it."""
     return Share(text) if text.strip().endswith("%") else parse_count(text)
 
 
 def parse_count(text: str) -> int:
-    """Tokens from "512", "32K" or "1M"; K is 1024 as in model names. Raises ValueError with the text in it."""
+    """Parse tokens from "512", "32K" or "1M"; K is 1024 as in model names. Raises ValueError with the text in it."""
     return _parse(text, _COUNT, "a number of tokens such as 512, 32K or 1M")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from "24GiB", "24G" (binary both) or "24GB" (decimal). Raises ValueError with the text in it."""
+    """Parse bytes from "24GiB", "24G" (both binary) or "24GB" (decimal). Raises ValueError with the text in it."""
     return _parse(text, _BYTES, "a size such as 512MiB or 24GiB")
 
 
 def format_bytes(size: float) -> str:
-    """Three significant digits and a binary unit: "16.0 KiB", "1.25 GiB"; whole bytes below 1 KiB."""
+    """Format bytes with three significant digits and a binary unit: "16.0 KiB", "1.25 GiB"; whole bytes below 1 KiB."""
     if abs(size) < 1024:
         return f"{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -92,7 +92,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """How long ago something was, in its largest whole unit: "just now", "5 min ago", "3 h ago", "12 days ago"."""
+    """Format the time since an event in its largest whole unit: "just now", "5 min ago", "3 h ago", "12 days ago"."""
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
         if (count := int(seconds // size)) > 0:
             return f"{count:,} {'day' if unit == 'days' and count == 1 else unit} ago"

@@ -1,1 +1,1 @@
-"""Files of prompts: read, checked, run with others beside them, and written down one by one so that none is lost."""
+"""Files of prompts: read, checked, run concurrently, and written one by one so that none is lost."""

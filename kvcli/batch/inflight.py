@@ -1,7 +1,7 @@
-"""Rows in flight: read as soon as there is room, decoded together, written down as each ends.
+"""Rows in flight: read as soon as there is room, decoded together, written as each ends.
 
-While a prompt is read, the rows that run already take steps between its chunks. What a row gets does not depend on the
-others: each has its own method object and its own sampler, and a step always has rows enough (`BlockingStepper`).
+While a prompt is read, the running rows take steps between its chunks. A row's result does not depend on the others:
+each has its own method object and its own sampler, and a step always has enough rows (`BlockingStepper`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvcli.telemetry.timeline import Timeline
 
 
 class Room:
-    """What is free beside a loaded model, and what rows in flight take of it.
+    """The free memory next to a loaded model, and the part that rows in flight take.
 
     `layers_beside` and `disk` are as in `memory.need`.
     """
@@ -49,7 +49,7 @@ class Room:
         self._needs: dict[tuple[PromptSize, int, int, int], Need] = {}
 
     def needed(self, prompts: Sequence[EncodedPrompt]) -> tuple[Footprint, Workspace]:
-        """KV of prompts that are read together, each with its own sampling, and the workspace of reading them."""
+        """Return the KV of prompts that are read together, each with its own sampling, and the workspace for them."""
         lengths, samplings = [len(prompt.ids) for prompt in prompts], [prompt.sampling for prompt in prompts]
         common = in_common(prompts) if len(prompts) > 1 else 0
         together = sum(lengths) - common * (len(prompts) - 1)
@@ -64,7 +64,7 @@ class Room:
         return sum((need.kv for need in needs), Footprint()), most
 
     def holds(self, kv: Footprint, workspace: Workspace) -> bool:
-        """Tell whether there is room for so much more."""
+        """Tell whether there is room for this in addition."""
         return self._fits(self.taken + kv, workspace)
 
     def held_alone(self, kv: Footprint, workspace: Workspace) -> bool:
@@ -72,11 +72,11 @@ class Room:
         return self._fits(kv, workspace)
 
     def take(self, kv: Footprint) -> None:
-        """Note what rows take from now on."""
+        """Record memory that rows take from now on."""
         self.taken += kv
 
     def give_back(self, kv: Footprint) -> None:
-        """Note what they took no more."""
+        """Record memory that rows no longer take."""
         self.taken += kv.times(-1)
 
     def _fits(self, kv: Footprint, workspace: Workspace) -> bool:
@@ -117,11 +117,11 @@ class Part:
 
 
 class Alone(list[Job]):
-    """A group of one row that is run while no other is."""
+    """A group of one row that runs while no other does."""
 
 
 def problem_of(error: Exception) -> RowProblem:
-    """Say what is wrong with a row that an error hit while it was alone."""
+    """Describe the problem of a row that an error hit while it was alone."""
     text = " ".join(str(error).split())[:500]
     if is_out_of_memory(error) or (isinstance(error, KvcliError) and error.exit_code == ExitCode.WILL_NOT_FIT):
         return RowProblem("out_of_memory", f"out of memory: {text}" if text else "out of memory")
@@ -149,7 +149,7 @@ class _OnlyNotices(Observer):
 class InFlight:
     """Runs groups of rows on one engine.
 
-    `answered` takes a row when all its samples have ended, `refused` one that came to nothing with its problem.
+    `answered` takes a row when all its samples have ended, `refused` a row that failed, with its problem.
     """
 
     def __init__(
@@ -168,9 +168,9 @@ class InFlight:
         self.engine, self.rules, self.room, self.tally, self.stop = engine, rules, room, tally, stop
         self.answered, self.refused = answered, refused
         self.max_inflight = max_inflight
-        self.owed_by_second = (1 - prefill_share) / prefill_share  # of decode for a second of prefill
+        self.owed_by_second = (1 - prefill_share) / prefill_share  # of decode per second of prefill
         on_gpu = engine.model.device.type == "cuda"
-        self.rows = max_inflight if on_gpu else 2  # on a CPU, all numbers of rows but one come out the same
+        self.rows = max_inflight if on_gpu else 2  # on a CPU, all numbers of rows except one give the same results
         self.runner = PrefillRunner(
             *(engine, rules.profile, rules.inputs.sampling, _OnlyNotices(engine), Timeline()),
             library=library,
@@ -180,19 +180,19 @@ class InFlight:
         self.next: deque[Part] = deque()
         self.flights: dict[str, Flight] = {}
         self.parts: list[Part] = []
-        self.read: deque[RunningSequence] = deque()  # that wait for their first step
+        self.read: deque[RunningSequence] = deque()  # waiting for their first step
         self.decoding: list[RunningSequence] = []
         self.steps: Iterator[object] | None = None
-        self.broken: BaseException | None = None  # what ended a step within a prefill, and ends the run
-        self.begun = self.owed = 0.0  # of the chunk of a prefill; seconds of decode
+        self.broken: BaseException | None = None  # the error of a step within a prefill, which ends the run
+        self.begun = self.owed = 0.0  # start of the current chunk of a prefill; seconds of decode
 
     def run(self, groups: Sequence[list[Job]]) -> None:
-        """Run groups in their order, until all rows have ended or the time is over."""
+        """Run groups in order, until all rows have ended or the time is over."""
         self.waiting.extend(groups)
         try:
             self._run()
         finally:
-            self.runner.abandon()  # what was not finished has no row that ended
+            self.runner.abandon()  # no row of what was not finished has ended
         self.tally.dropped = len(self.flights)
 
     def _run(self) -> None:
@@ -203,7 +203,7 @@ class InFlight:
             self._step()
 
     def _admit(self) -> None:
-        """Read what comes next, as long as there is room."""
+        """Read the next rows, as long as there is room."""
         while len(self.decoding) + len(self.read) < self.max_inflight and not self.stop.asked:
             if not self.next:
                 self._take()
@@ -213,13 +213,13 @@ class InFlight:
 
     def _fits(self, part: Part) -> bool:
         if not self.flights:
-            return True  # the memory was reckoned with before; what is wrong with that shows
+            return True  # memory was checked before; an error there will show
         if part.alone or any(running.alone for running in self.parts):
             return False
         return self.room.holds(part.kv, part.workspace)
 
     def _take(self) -> None:
-        """Take rows off the first group and make parts of them: what begins alike together."""
+        """Take rows off the first group and make parts of them: rows that begin alike together."""
         group = self.waiting.popleft() if self.waiting else []
         flights: list[Flight] = []
         tokens = 0
@@ -243,7 +243,7 @@ class InFlight:
             del flights[: len(prompts)]
 
     def _parts(self, flights: list[Flight], prompts: list[EncodedPrompt], alone: bool) -> Iterator[Part]:
-        """Cut rows that are to be read together into parts that memory holds with nothing beside them."""
+        """Cut rows that are to be read together into parts that memory holds with nothing else."""
         while flights:
             count = len(flights)
             while count > 1 and not self.room.held_alone(*self.room.needed(prompts[:count])):
@@ -290,7 +290,7 @@ class InFlight:
             self._settle(flight.job.custom_id)
 
     def _between_chunks(self, tokens: int) -> None:  # noqa: ARG002 - what `advance` is called with
-        """Let running rows take steps while a prompt is read, as long as their share of the time goes."""
+        """Let running rows take steps while a prompt is read, as far as their share of the time goes."""
         taken = time.perf_counter() - self.begun
         self.tally.prefill_seconds += taken
         self.owed += taken * self.owed_by_second
@@ -310,7 +310,7 @@ class InFlight:
             self.begun = time.perf_counter()
 
     def _step(self) -> None:
-        """Take one step with all that were read, up to `max_inflight`."""
+        """Take one step with all rows that were read, up to `max_inflight`."""
         while self.read and len(self.decoding) < self.max_inflight:
             self.decoding.append(self.read.popleft())
         if not self.decoding:
@@ -334,7 +334,7 @@ class InFlight:
         self.tally.tell()
 
     def _settle(self, name: str) -> None:
-        """Write a row down whose samples have all ended."""
+        """Write the result of a row whose samples have all ended."""
         flight = self.flights[name]
         if any(sequence.running for sequence in flight.samples):
             return
@@ -351,7 +351,7 @@ class InFlight:
         self._refuse(flight.job, RowProblem("not_finite", f"{broken.error}: {origin}"))
 
     def _land(self, flight: Flight) -> None:
-        """Take a row out of what is in flight."""
+        """Remove a row from those in flight."""
         del self.flights[flight.job.custom_id]
         self.tally.in_flight = len(self.flights)
         for part in list(self.parts):
@@ -364,7 +364,7 @@ class InFlight:
         self.refused(job, problem)
 
     def _again(self, flights: Sequence[Flight], error: Exception) -> None:
-        """Take rows out that an error hit: one that was alone has failed, others are tried again one by one."""
+        """Remove rows that an error hit: a row that was alone has failed, others are tried again one by one."""
         if isinstance(error, KvcliError) and error.exit_code == ExitCode.USAGE:
             raise error  # the method or the model, not the row
         was_alone = len(self.flights) == 1

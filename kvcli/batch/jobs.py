@@ -1,4 +1,4 @@
-"""All rows of a batch before any is run: their names, their keys, their lengths, and what is wrong with them."""
+"""All rows of a batch before any is run: their names, keys, lengths and problems."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint, fingerprint
 
 _BEGINNING = 1024  # characters of a text by which documents are told apart before there are tokens
-_FIRST_PREFIX = 64  # tokens; the next ones are twice as long each
+_FIRST_PREFIX = 64  # tokens; each further prefix is twice as long
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row: where it stands, what it is called, what is wrong with it (`problem`), and once measured its length.
+    """One row: its place, its name, its `problem` if it has one, and once measured its length.
 
-    `size` is that of its text in characters, and `document` tells apart how texts begin. `prefixes` are hashes of its
-    first 64, 128, 256 tokens and so on: what rows have in common shows in them.
+    `size` is the length of its text in characters, and `document` hashes the text's beginning. `prefixes` are hashes of
+    its first 64, 128, 256 tokens and so on, which show how much rows have in common.
     """
 
     line: Line
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows as the command line has them read: what it says of sampling, the question and the template."""
+    """Rows as the command line has them read: its sampling, question and template."""
 
     source: RowSource
     sampling: Sampling
@@ -61,7 +61,7 @@ class Inputs:
         """Read the row of a job again.
 
         Raises:
-            RowProblem: it is not what it was.
+            RowProblem: it has changed.
         """
         row = parse_row(job.line.number, self.source.read(job.line), self.sampling, self.question, self.source.folder)
         if row.digest != job.digest:
@@ -70,7 +70,7 @@ class Inputs:
 
 
 def read_jobs(inputs: Inputs) -> list[Job]:
-    """Read all rows; those that cannot be run have their problem.
+    """Read all rows; those that cannot be run have a problem.
 
     Raises:
         KvcliError: two rows have one name (usage), with the lines of both.
@@ -102,7 +102,7 @@ def _job(inputs: Inputs, line: Line, data: bytes) -> Job:
 
 @dataclass(frozen=True)
 class Rules:
-    """What rows are held to: the method, the model, how texts become tokens, and the disk for what memory lacks."""
+    """The conditions of rows: the method, the model, how texts become tokens, and the disk for KV beyond memory."""
 
     profile: Profile
     checkpoint: Checkpoint
@@ -110,18 +110,18 @@ class Rules:
     disk: DiskTier | None = None
 
     def key(self, job: Job) -> Key:
-        """Say what the job's result will be of."""
+        """Return the key of the job's result."""
         template = {} if job.problem else {"template": asdict(self.inputs.template), "question": self.inputs.question}
         sampling = digest_of({**asdict(job.sampling), **template})
         return Key(row=job.digest, profile=self.profile.hash, model=self.model, sampling=sampling)
 
     @cached_property
     def model(self) -> str:
-        """The model's files and the type of its numbers."""
+        """The model's fingerprint and dtype."""
         return f"{fingerprint(self.checkpoint)} {str(self.checkpoint.dtype).removeprefix('torch.')}"
 
     def encode(self, row: Row) -> EncodedPrompt:
-        """Turn a row into tokens.
+        """Encode a row into tokens.
 
         Raises:
             RowProblem: the chat template refuses it, or it has no tokens.
@@ -143,7 +143,7 @@ class Rules:
         )
 
     def measured(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        """Give jobs with their lengths; those too long for the model or this machine have that as their problem."""
+        """Yield jobs with their lengths; those too long for the model or this machine have that as their problem."""
         limits = Limits(self.profile, self.checkpoint, self.disk)
         for job in jobs:
             if job.problem is not None:
@@ -160,7 +160,7 @@ class Rules:
 
 
 class Limits:
-    """How long a row may be: by the positions of the model, and by the memory of this machine."""
+    """The limits of a row's length: the positions of the model, and the memory of this machine."""
 
     def __init__(self, profile: Profile, checkpoint: Checkpoint, disk: DiskTier | None = None):
         self.profile, self.checkpoint, self.disk = profile, checkpoint, disk
@@ -203,7 +203,7 @@ class Limits:
         self._held[size] = job.tokens
 
     def need(self, job: Job) -> Need:
-        """Add up what a job takes alone."""
+        """Add up the memory that a job needs alone."""
         checkpoint, sampling = self.checkpoint, job.sampling
         return memory.need(
             self.profile,
@@ -229,7 +229,7 @@ def prefixes(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def common_tokens(one: Job, other: Job) -> int:
-    """How many tokens two prompts begin with in common, at least; the half of it or less is missed."""
+    """Return a lower bound, at least half, of the tokens that two prompts begin with in common."""
     same = 0
     for mine, theirs in zip(one.prefixes, other.prefixes, strict=False):
         if mine != theirs:
@@ -239,7 +239,7 @@ def common_tokens(one: Job, other: Job) -> int:
 
 
 def refuse_changes(changed: dict[str, list[str]], strangers: list[str], output: object) -> None:
-    """Refuse results that are of other rows than those of the batch: `changed` parts by row, and `strangers`.
+    """Refuse results of other rows than the batch's: `changed` parts by row, and `strangers`.
 
     Raises:
         KvcliError: names them (usage).

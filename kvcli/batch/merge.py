@@ -1,4 +1,4 @@
-"""The files of shards joined into one, and how a batch stands by its files."""
+"""Join the files of shards into one, and read the state of a batch from its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcli.telemetry.observer import Progress
 
 
 class _Place(NamedTuple):
-    """Where a result is, and what it is of."""
+    """The place of a result, and the hash of its row."""
 
     path: Path
     start: int
@@ -32,8 +32,8 @@ def merge(source: str, output: Path) -> Progress:
     """Write the results of all shards of `output` into it, in the order of the rows.
 
     Raises:
-        KvcliError: no files of shards, some missing, being written, of several models or profiles or with a result
-            twice (usage); rows without a result.
+        KvcliError: there are no files of shards, some are missing, being written, of several models or profiles or with
+            a duplicate result (usage); rows have no result.
     """
     shards = shard_files(output)
     if not shards:
@@ -48,9 +48,9 @@ def merge(source: str, output: Path) -> Progress:
 
 
 def state(output: Path, shards_first: bool = False) -> tuple[Progress, bool]:
-    """Tell how a batch stands, and whether a run writes to it; what shards say of themselves is added up.
+    """Return the state of a batch, and whether a run writes to it; the states of shards are added up.
 
-    Shards are asked where there is no `output`, or first of all.
+    Shards are read if there is no `output`, or if `shards_first`.
 
     Raises:
         KvcliError: there is neither the file nor one of its shards (usage), or it holds something else.
@@ -76,7 +76,7 @@ _SUMMED = [name for name in Progress.model_fields if name not in (*_AVERAGED, "s
 
 
 def shard_files(output: Path) -> dict[Shard, Path]:
-    """Find the files of shards beside `output`.
+    """Find the files of shards next to `output`.
 
     Raises:
         KvcliError: there are several partitions (usage).
@@ -91,7 +91,7 @@ def shard_files(output: Path) -> dict[Shard, Path]:
 
 
 def _state(path: Path) -> tuple[Progress, bool]:
-    """How one file stands: by its lines, and by what its run has last said."""
+    """Return the state of one file: from its lines, and from the last report of its run."""
     failed = total = tokens = 0
     for _, result in read_results(path):
         total, failed, tokens = total + 1, failed + result.failed, tokens + result.output_tokens
@@ -138,7 +138,7 @@ def _check_whole(jobs: list[Job], places: Mapping[str, _Place], output: Path, sh
 
 
 def _write(places: list[_Place], output: Path) -> None:
-    """Copy results into a file that takes the place of `output` when it is whole."""
+    """Copy results into a file that replaces `output` when it is complete."""
     if output.exists():
         for _ in read_results(output):
             break  # it is a file of results, or this has raised

@@ -1,7 +1,7 @@
 """Shards of a batch on the machines of a Ray cluster (the extra kvcli[ray]).
 
-Ray places workers and starts them again where they or their nodes die, and does nothing else: a worker runs a shard as
-`--shard` does, into a file of its own, and one that was started again goes on from that file.
+Ray only places workers and restarts them when they or their nodes die. A worker runs a shard as `--shard` does, into a
+file of its own, and a restarted worker continues from that file.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.loading import ModelSpec
 from kvcli.telemetry.observer import Observer, Progress
 
-_RESTARTS = 20  # of a worker, before something other than bad luck has to be the cause
+_RESTARTS = 20  # of a worker, before there must be a cause other than bad luck
 _LOOK = 1.0  # seconds between two looks at the workers
-_LEAVE = 30.0  # seconds that workers get beyond the grace to say what became of their rows
+_LEAVE = 30.0  # seconds that workers get beyond the grace to report on their rows
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which cluster (`address`; None starts one on this machine), and how many workers of how many GPUs each.
+    """The cluster (`address`; None starts one on this machine), the number of workers and the GPUs of each.
 
-    None is as many workers as there are GPUs, or one without; and one GPU each, or none without.
+    None means one worker per GPU, or one without GPUs; and one GPU each, or none without GPUs.
     """
 
     address: str | None = None
@@ -49,7 +49,7 @@ class ShardWorker:
         self.spec, self.request, self.stop = spec, request, Stop(grace, listening=True)
 
     def run(self) -> dict[str, Any] | None:
-        """Run the shard to its end; gives None, or an error by its parts."""
+        """Run the shard to its end; return None, or an error as plain data."""
         try:
             run(self.spec, self.request, Observer(), Tally(), self.stop)
         except KvcliError as error:
@@ -67,7 +67,7 @@ def run_on_ray(
     """Run a batch by several workers, and join their files when all have ended.
 
     Raises:
-        KvcliError: as `kvcli.batch.run.run` does; Ray is not installed, has not as many GPUs, or the files are those of
+        KvcliError: as for `kvcli.batch.run.run`; Ray is not installed, has too few GPUs, or the files are those of
             another number of workers (usage).
     """
     assert request.output is not None
@@ -98,7 +98,7 @@ def run_on_ray(
 
 
 def _watch(ray: Any, placed: list[Any], output: Path, total: int, tally: Tally, stop: Stop) -> Iterator[KvcliError]:
-    """Wait for the workers, pass a request to end on to them, and count by their files; gives their errors."""
+    """Wait for the workers, pass on a request to end, and count by their files; yield their errors."""
     running, asked = [worker.run.remote() for worker in placed], 0.0
     while running and not (asked and time.monotonic() > asked + stop.grace + _LEAVE):
         ended, running = ray.wait(running, timeout=_LOOK)
@@ -124,7 +124,7 @@ def _watch(ray: Any, placed: list[Any], output: Path, total: int, tally: Tally, 
 
 
 def _joined(found: Progress) -> dict[str, int]:
-    """What the joined file says, in place of what the workers said last."""
+    """Return the counts of the joined file, which replace the workers' last reports."""
     return {"total": found.total, "earlier": 0, "earlier_failed": found.earlier_failed, "failed": 0, "in_flight": 0} | {
         "done": found.total - found.earlier_failed
     }
@@ -132,7 +132,7 @@ def _joined(found: Progress) -> dict[str, int]:
 
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[tuple[Any, int, float]]:
-    """Within, Ray runs; gives it with the number of workers and the GPUs of each."""
+    """Run Ray within this context; yields it with the number of workers and the GPUs of each."""
     try:
         ray: Any = import_module("ray")
     except ImportError:

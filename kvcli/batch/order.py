@@ -1,4 +1,4 @@
-"""In which order rows are run: those that begin alike together, those that take longest first; and in which shard."""
+"""The order of rows: rows that begin alike together, the longest work first; and their shards."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from kvcli.batch.jobs import Job, common_tokens
 from kvcli.errors import usage_error
 
-# Tokens of a prompt that are read in the time of a decode step, roughly: a step reads all weights for a token of each
+# Tokens of a prompt that are read in the time of a decode step, roughly: a step reads all weights for one token of each
 # row, the prefill for a whole chunk. It only decides which rows come first.
 _PREFILL_TOKENS_A_STEP = 32
 
 TOGETHER = 64
-"""Rows that are read together, at most."""
+"""Most rows that are read together."""
 
 
 def grouped(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Put rows that may have half of their tokens in common into groups of `TOGETHER` at most, longest work first.
+    """Put rows that may have half of their tokens in common into groups of at most `TOGETHER`, longest work first.
 
-    Within a group rows that begin alike stand side by side.
+    Within a group, rows that begin alike follow each other.
     """
     groups: list[list[Job]] = []
     for job in sorted(jobs, key=lambda job: (job.prefixes, job.line.number)):
-        # What is known to be in common may be half of what is, so that a quarter is enough here; whether rows are
-        # read together is decided by their tokens.
+        # The known common part may be half of the real one, so a quarter is enough here; the tokens decide later
+        # whether rows are read together.
         first = groups[-1][0] if groups and len(groups[-1]) < TOGETHER else None
         if first is None or 4 * common_tokens(first, job) < max(first.tokens, job.tokens):
             groups.append([])
@@ -35,7 +35,7 @@ def grouped(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def work(job: Job) -> float:
-    """How long a row takes at most, in decode steps."""
+    """Return how long a row takes at most, in decode steps."""
     return job.tokens / _PREFILL_TOKENS_A_STEP + job.sampling.max_tokens
 
 
@@ -48,7 +48,7 @@ class Shard:
 
     @classmethod
     def named(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Read "I/N" with I from 1 on, or "slurm": both from the variables of a job array.
+        """Parse "I/N" with I from 1 on, or "slurm": both from the variables of a job array.
 
         Raises:
             KvcliError: it is neither, or there are no such variables (usage).
@@ -71,9 +71,9 @@ class Shard:
         return output.with_name(f"{output.stem}.{self.number}-of-{self.count}{output.suffix}")
 
     def jobs(self, jobs: Sequence[Job]) -> list[Job]:
-        """Choose this shard's rows: texts that begin alike stay together, and shards get about the same to read.
+        """Choose this shard's rows: texts that begin alike stay together, and shards get about the same amount to read.
 
-        Depends on the rows alone, so that all shards agree.
+        The choice depends only on the rows, so that all shards agree.
         """
         rows: dict[int, list[Job]] = {}
         for job in jobs:

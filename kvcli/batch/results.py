@@ -1,7 +1,7 @@
 """Results, a line of JSON each, in a file that only grows: each is on disk before the next row takes its place.
 
-A run that ends at any moment, by a power cut even, has lost the rows in flight and nothing else. The same command goes
-on from the file: a last line that was cut off is taken away, rows that are there are not run again.
+A run that ends at any moment, even by a power cut, loses only the rows in flight. The same command continues from the
+file: a last line that was cut off is removed, and rows with a result are not run again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _START = b'{"custom_id"'
 
 
 class Key(BaseModel):
-    """What a result is of, besides its name: hashes of all that the row says, of profile, model and sampling.
+    """The identity of a result besides its name: hashes of the row's content, of profile, model and sampling.
 
     Two results of equal keys have the same text.
     """
@@ -62,7 +62,7 @@ class _Response(BaseModel):
 
 
 class Result(BaseModel):
-    """What is read of a line that was written before; what else it says is left as it is."""
+    """The fields read from an existing line; its other fields are kept as they are."""
 
     custom_id: str
     response: _Response | None
@@ -71,7 +71,7 @@ class Result(BaseModel):
 
     @property
     def failed(self) -> bool:
-        """Whether the row came to nothing."""
+        """Whether the row failed."""
         return self.error is not None
 
     @property
@@ -82,7 +82,7 @@ class Result(BaseModel):
 
 @dataclass(frozen=True)
 class Known:
-    """A row that the file has: its key, and whether it failed."""
+    """A row with a result in the file: its key, and whether it failed."""
 
     key: Key
     failed: bool
@@ -125,7 +125,7 @@ class ResultFile:
             self.file.__exit__(kind, error, trace)
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """Put a result at the end, and wait until it is on disk."""
+        """Append a result, and wait until it is on disk."""
         line = json.dumps(result, ensure_ascii=False).encode(errors="replace") + b"\n"
         if self.file is not None:
             self.file.add(line)
@@ -140,7 +140,7 @@ class ResultFile:
             raise KvcliError(what, "free some space and run the same command again") from None
 
     def take_out(self, names: Callable[[str], bool]) -> None:
-        """Take the results of some rows out: the file without them takes the place of the file."""
+        """Remove the results of some rows: a file without them replaces the file."""
         assert self.file is not None
         if not any(names(name) for name in self.known):
             return
@@ -150,7 +150,7 @@ class ResultFile:
 
 
 def read_results(path: Path) -> Iterator[tuple[bytes, Result]]:
-    """Give the lines of a file of results that a run may be writing to; what is behind the last line end is left out.
+    """Yield the lines of a file of results that a run may be writing to; an incomplete last line is left out.
 
     Raises:
         KvcliError: it cannot be read, or holds something else (usage).
@@ -183,7 +183,7 @@ def shown(names: list[str]) -> str:
 
 
 def _results(path: Path, lines: Iterable[bytes], hint: str) -> Iterator[tuple[int, bytes, Result]]:
-    """Read the lines of a file, with their numbers from 1 on."""
+    """Parse the lines of a file, numbered from 1."""
     for number, line in enumerate(lines, 1):
         try:
             yield number, line, Result.model_validate_json(line)

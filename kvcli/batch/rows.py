@@ -1,7 +1,6 @@
 """One row of a batch: the OpenAI batch form or a short one, validated, and made into a prompt.
 
-Both forms come to the same: a conversation, a plain text or a document with a question, and what the row itself says of
-sampling.
+Both forms give the same: a conversation, a plain text or a document with a question, and the row's own sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class _Parameters(_Strict):
-    """What a row may say of sampling; what it leaves out is as the command line has it."""
+    """The sampling fields of a row; the command line sets the others."""
 
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -43,7 +42,7 @@ class _Parameters(_Strict):
     ignore_eos: bool | None = None
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Put what is given in the place of the default."""
+        """Replace the defaults by the given values."""
         given = self.model_dump(include=set(_Parameters.model_fields), exclude_none=True)
         names = {"n": "num_samples", "max_completion_tokens": "max_tokens"}
         values = {names.get(name, name): value for name, value in given.items()}
@@ -75,7 +74,7 @@ class _Message(_Strict):
 
 
 class _Body(_Parameters):
-    """The request: a conversation or a plain text. `model`, `user` and `metadata` are taken and not used."""
+    """The request: a conversation or a plain text. `model`, `user` and `metadata` are accepted and not used."""
 
     messages: Annotated[list[_Message], Field(min_length=1)] | None = None
     prompt: Text | None = None
@@ -123,8 +122,8 @@ class _ShortRow(_Parameters):
         return self
 
 
-class RowProblem(Exception):  # noqa: N818 - what is wrong with a row, not with the run
-    """Why a row cannot be run: a code for programs, a message for people, and the row's name and hash all the same."""
+class RowProblem(Exception):  # noqa: N818 - a problem of a row, not of the run
+    """The problem of a row: a code for programs, a message for people, and the row's name and hash."""
 
     def __init__(self, code: str, message: str, custom_id: str = "", digest: str = ""):
         super().__init__(message)
@@ -133,9 +132,9 @@ class RowProblem(Exception):  # noqa: N818 - what is wrong with a row, not with 
 
 @dataclass(frozen=True)
 class Row:
-    """A row that can be run: a `conversation` of messages, or else a `prompt`, which `plain` leaves as it is.
+    """A row that can be run: a `conversation` of messages, or else a `prompt`, which `plain` passes on unchanged.
 
-    `digest` is over all that the row says, the text of its document's file included.
+    `digest` is a hash of the whole row, including the text of its document's file.
     """
 
     custom_id: str
@@ -147,20 +146,20 @@ class Row:
     model: str | None = None
 
     def without_text(self) -> Row:
-        """The same row without what was read of it."""
+        """Return the row without its text."""
         return replace(self, prompt=Prompt(self.custom_id, ""), conversation=())
 
     @property
     def chat(self) -> bool:
-        """Whether the answer has the form of a chat completion, and not that of a text completion."""
+        """Whether the answer has the form of a chat completion, rather than of a text completion."""
         return not self.plain
 
 
 def parse_row(number: int, data: bytes, default: Sampling, question: str | None, folder: Path) -> Row:
-    """Read line `number` of a file whose documents' names are relative to `folder`; `question` is for rows without one.
+    """Parse line `number` of a file; documents are relative to `folder`, and `question` is for rows without one.
 
     Raises:
-        RowProblem: no JSON, a missing or unknown field, a bad value, a document that cannot be read.
+        RowProblem: malformed JSON, a missing or unknown field, a bad value, a document that cannot be read.
     """
     try:
         body = json.loads(data)
@@ -210,5 +209,5 @@ def _digest(data: bytes) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Sixteen hexadecimal digits over plain data."""
+    """Hash plain data into sixteen hexadecimal digits."""
     return _digest(json.dumps(value, sort_keys=True).encode())

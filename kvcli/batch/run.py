@@ -26,8 +26,8 @@ from kvcli.runtime.engine import engine
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 
-# Of what the report says of a sequence, what a line of results leaves out: the answer itself, and lists with an entry
-# for every step or layer.
+# The fields of a sequence's report that a line of results leaves out: the answer itself, and lists with an entry for
+# every step or layer.
 _LEFT_OUT = ("text", "token_ids", "steps", "source", "question", "id", "error")
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -39,7 +39,7 @@ class Writer:
         self.model, self.facts = model, facts
 
     def answer(self, job: Job, key: Key, row: Row, samples: Sequence[report.Sequence]) -> dict[str, Any]:
-        """The line of a row that was run, by its samples in their order."""
+        """Make the line of a row that was run, from its samples in order."""
         first = samples[0]
         completion = sum(sample.output_tokens for sample in samples)
         usage = {
@@ -62,7 +62,7 @@ class Writer:
         return self._line(job, key, response, None, {"statistics": statistics})
 
     def error(self, job: Job, key: Key, problem: RowProblem) -> dict[str, Any]:
-        """The line of a row that came to nothing."""
+        """Make the line of a row that failed."""
         return self._line(job, key, None, {"code": problem.code, "message": problem.message}, {})
 
     def _line(self, job: Job, key: Key, response: Any, error: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +87,9 @@ def _statistics(sample: report.Sequence) -> dict[str, Any]:
 class BatchRequest:
     """What to run: rows, by which method, and how.
 
-    `sampling`, `template` and `question` hold where a row does not say otherwise. `prefill_share` is the part of the
-    time that reading prompts gets while rows run, `kv` where the KV of prompts is kept between runs. On a `disk` lies
-    what host memory is not to hold of rows in flight, whose cache is divided among `max_inflight`.
+    `sampling`, `template` and `question` are defaults for the rows. `prefill_share` is the share of the time that
+    reading prompts gets while rows run; `kv` says where the KV of prompts is kept between runs. A `disk` takes the KV
+    of rows in flight that host memory is not to hold; its cache is divided among `max_inflight`.
     """
 
     source: str
@@ -109,18 +109,18 @@ class BatchRequest:
 
     @property
     def results(self) -> Path | None:
-        """The file of results, that of the shard where there is one."""
+        """The file of results, or that of the shard."""
         return self.output if self.output is None or self.shard is None else self.shard.of(self.output)
 
 
 def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally, stop: Stop) -> None:
-    """Run all rows that have no result yet, and write each down as it ends; `tally` says what became of them.
+    """Run all rows that have no result yet, and write each as it ends; `tally` counts the outcomes.
 
-    Rows that cannot be run are told to the observer, all of them before the model is loaded, and fail.
+    Rows that cannot be run are reported to the observer, all of them before the model is loaded, and fail.
 
     Raises:
-        KvcliError: the batch as a whole cannot be run: nothing to read, a name twice, results of other rows or another
-            run (usage), a model that cannot be loaded, a file that takes no more.
+        KvcliError: the batch as a whole cannot be run: nothing to read, a duplicate name, results of other rows or
+            another run (usage), a model that cannot be loaded, a file that takes no more.
     """
     with ExitStack() as until_the_end:
         results = ResultFile(None if request.validate_only else request.results)
@@ -153,7 +153,7 @@ def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally
 
 
 def _settle_with(results: ResultFile, keys: dict[str, Key], request: BatchRequest) -> None:
-    """Keep the results that are those of this batch; take out those to be done again, refuse others."""
+    """Keep the results that belong to this batch; remove those to be done again, refuse others."""
     changed = {
         name: [part for part in Key.model_fields if getattr(known.key, part) != getattr(keys[name], part)]
         for name, known in results.known.items()
@@ -171,7 +171,7 @@ def _settle_with(results: ResultFile, keys: dict[str, Key], request: BatchReques
 
 @dataclass
 class _Run:
-    """One run with its file: what becomes of rows is written and counted here."""
+    """One run with its file: writes and counts the outcomes of rows."""
 
     request: BatchRequest
     rules: Rules
@@ -214,13 +214,13 @@ class _Run:
                 flights.run(grouped(jobs))
 
     def answered(self, flight: Flight) -> None:
-        """Write an answer down."""
+        """Write an answer."""
         job = flight.job
         samples = [sequence.report() for sequence in flight.samples]
         self.results.add(self.writer.answer(job, self.keys[job.custom_id], flight.row, samples))
 
     def refused(self, job: Job, problem: RowProblem) -> None:
-        """Write down why a row has no answer."""
+        """Write why a row has no answer."""
         self.tally.failed += 1
         self.observer.notice(f"{self.rules.inputs.source.name}: line {job.line.number}: {job.custom_id!r}: {problem}")
         if not self.request.validate_only:

@@ -1,7 +1,7 @@
-"""Where rows come from: a file of lines, packed or not, standard input, or a folder of documents.
+"""The source of rows: a file of lines, compressed or not, standard input, or a folder of documents.
 
-A file is read more than once: to check all rows, and each row again when its turn comes, so that only rows in flight
-are in memory, however many there are. What cannot be read twice is unpacked into a temporary file.
+A file is read more than once: to check all rows, and each row again when its turn comes. So only rows in flight are in
+memory, however many rows there are. A source that cannot be read twice is copied, uncompressed, to a temporary file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 1 << 30  # bytes of a line
 
 
 class Line(NamedTuple):
-    """Where a line is: its number from 1 on, its first byte and its length in bytes."""
+    """The place of a line: its number from 1 on, its first byte and its length in bytes."""
 
     number: int
     start: int
@@ -38,14 +38,14 @@ class RowSource:
     """The lines of a batch; to be used as a context manager.
 
     Raises:
-        KvcliError: there is no such file, it cannot be read or unpacked, or has no rows (usage).
+        KvcliError: there is no such file, it cannot be read or uncompressed, or has no rows (usage).
     """
 
     def __init__(self, name: str):
         self.name = "stdin" if name == STDIN else name
         self._path = None if name == STDIN else Path(name)
         self.folder = Path() if self._path is None else self._path.parent
-        """What the names of documents are relative to."""
+        """The folder to which the names of documents are relative."""
         self._file: BinaryIO
 
     def __enter__(self) -> Self:
@@ -63,7 +63,7 @@ class RowSource:
         self._file.close()
 
     def lines(self) -> Iterator[tuple[Line, bytes]]:
-        """Give every line that is not blank."""
+        """Yield every line that is not blank."""
         self._file.seek(0)
         start = number = 0
         while data := self._file.readline(_LONGEST):
@@ -97,7 +97,7 @@ class RowSource:
 
 
 def _unpacked(file: BinaryIO, start: bytes) -> BinaryIO:
-    """Copy what a file holds into a temporary one, by whose first bytes it is packed or not."""
+    """Copy a file's content to a temporary one; its first bytes tell how it is compressed, if at all."""
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the source closes it
     try:
         if start.startswith(_GZIP):
@@ -119,7 +119,7 @@ def _unpacked(file: BinaryIO, start: bytes) -> BinaryIO:
 
 
 def _listed(folder: Path) -> BinaryIO:
-    """A row for each document in a folder, named by its path there; hidden files are left out."""
+    """Write a row for each document in a folder, named by its path there; hidden files are left out."""
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the source closes it
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Asking a batch to end before all rows are done."""
+"""Requests to end a batch before all rows are done."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _REPEATED = 1.0  # seconds
 
 
 class Stop:
-    """Takes the request to end: no row begins any more, and those in flight have `grace` seconds to come to theirs.
+    """A request to end: no further row begins, and rows in flight have `grace` seconds to finish.
 
-    Asked a second time, they are dropped at once. While no loop listens nothing is in flight, and `ask` interrupts.
+    A second request drops them at once. While no loop listens nothing is in flight, and `ask` interrupts.
     """
 
     def __init__(self, grace: float = 0.0, listening: bool = False):
@@ -24,10 +24,10 @@ class Stop:
         self._asked = self._deadline = float("inf")
 
     def ask(self, number: int = signal.SIGTERM) -> None:
-        """Ask, because of a signal.
+        """Ask the batch to end, because of a signal.
 
         Raises:
-            KeyboardInterrupt: no loop listens, and it is the first time.
+            KeyboardInterrupt: no loop listens, and it is the first request.
         """
         now = time.monotonic()
         if not self.asked:
@@ -39,7 +39,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, a loop looks whether the end was asked for."""
+        """Let a loop watch for the request within this context."""
         before, self._listening = self._listening, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a batch has done so far: counted while it runs, and told to its watcher."""
+"""The progress of a batch: counted while it runs, and passed to its watchers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """What is told how a batch gets on."""
+    """A receiver of a batch's progress."""
 
     def update(self, tally: Tally, last: bool = False) -> None:
-        """Take note; called after every step and every chunk of a prefill, and when the run has ended (`last`)."""
+        """Take note; called after every step and every chunk of a prefill, and at the end of the run (`last`)."""
 
 
 @dataclass
@@ -47,17 +47,17 @@ class Tally:
     work: float = 0.0
     work_done: float = 0.0
     reported: Progress | None = None
-    """What workers elsewhere say, where they run the batch."""
+    """The progress that workers report, if they run the batch elsewhere."""
     watchers: list[Watcher] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     def tell(self, last: bool = False) -> None:
-        """Let all watchers look."""
+        """Update all watchers."""
         for watcher in self.watchers:
             watcher.update(self, last)
 
     def progress(self) -> Progress:
-        """Give the counts of this moment."""
+        """Return the current counts."""
         if self.reported is not None:
             return self.reported
         seconds = time.monotonic() - self.started
@@ -73,7 +73,7 @@ class Tally:
 
 
 class Regularly(Watcher):
-    """Calls `write` at most once in so many seconds, and at the end."""
+    """Calls `write` at most once every `seconds`, and at the end."""
 
     def __init__(self, seconds: float, write: Callable[[Progress], None]):
         self.seconds, self.write = seconds, write
@@ -87,10 +87,10 @@ class Regularly(Watcher):
 
 
 def json_log(stream: TextIO) -> Callable[[Progress], None]:
-    """Make what writes a line of JSON."""
+    """Make a function that writes a line of JSON."""
 
     def write(found: Progress) -> None:
-        with suppress(OSError):  # who reads the log must not end the run
+        with suppress(OSError):  # a reader of the log must not end the run
             stream.write(found.model_dump_json() + "\n")
             stream.flush()
 
@@ -98,12 +98,12 @@ def json_log(stream: TextIO) -> Callable[[Progress], None]:
 
 
 def state_file(output: Path) -> Path:
-    """Where a run that writes to `output` says how it gets on."""
+    """Return the file in which a run that writes to `output` reports its progress."""
     return output.with_name(f".{output.name}.state")
 
 
 def state_keeper(output: Path, seconds: float = 1.0) -> Watcher:
-    """Make what keeps `state_file` up to date, for `kvcli batch status`."""
+    """Make a watcher that keeps `state_file` up to date, for `kvcli batch status`."""
     path = state_file(output)
     beside = path.with_name(f"{path.name}.new")
 
@@ -116,7 +116,7 @@ def state_keeper(output: Path, seconds: float = 1.0) -> Watcher:
 
 
 def read_state(output: Path) -> Progress | None:
-    """Read what a run has last said of itself; None where there is nothing to be read."""
+    """Read the last report of a run; None if there is none to read."""
     try:
         return Progress.model_validate_json(state_file(output).read_bytes())
     except (OSError, ValidationError):
@@ -136,13 +136,13 @@ _GAUGES = {"rows": "Rows of the batch", "rows_in_flight": "Rows that are read or
 
 
 class _Collector:
-    """Reads the counts when it is asked for them."""
+    """Reads the counts whenever they are requested."""
 
     def __init__(self, tally: Tally):
         self.tally = tally
 
     def collect(self) -> Iterator[Metric]:
-        """Give every count as it is now."""
+        """Yield every count as it is now."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found = self.tally.progress()
@@ -155,7 +155,7 @@ class _Collector:
 
 
 def serve(tally: Tally, port: int) -> Callable[[], None]:
-    """Serve the counts at /metrics of a port; returns what ends it.
+    """Serve the counts at /metrics of a port; return a function that ends it.
 
     Raises:
         KvcliError: the client library is not installed, or the port is taken (usage).

@@ -1,4 +1,4 @@
-"""Checks of this machine, and for each problem what to do about it; checks of a model by its config alone.
+"""Checks of this machine, with a remedy for each problem, and checks of a model by its config alone.
 
 A check that raises an exception is reported as a finding, too. No check changes anything.
 """
@@ -56,7 +56,7 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """The finding of one check, and what to do about it (`fix`) where its state is not `OK`."""
+    """The finding of one check, and what to do about it (`fix`) if its state is not `OK`."""
 
     name: str
     state: CheckState
@@ -110,7 +110,7 @@ def warm(observer: Observer) -> Check:
 
 
 def usable(checks: list[Check]) -> bool:
-    """Tell whether nothing that is needed is broken."""
+    """Tell whether everything necessary works."""
     return all(check.state is not CheckState.BROKEN for check in checks)
 
 
@@ -301,10 +301,10 @@ _FIXES = {
 
 
 def examine_model(spec: ModelSpec) -> Iterator[Check]:
-    """Say of a model whether kvcli runs it, and what each of its layers does; layers are counted from 0.
+    """Check whether kvcli runs a model, and what each of its layers does; layers are counted from 0.
 
     Raises:
-        KvcliError: nothing is called so, or its config is broken or out of reach (usage, runtime).
+        KvcliError: there is no such model, or its config is broken or out of reach (usage, runtime).
     """
     config, device = read_config(spec), resolve_device(spec.device)
     dtype, path = resolve_dtype(spec.dtype, config, device), locate(spec)
@@ -334,7 +334,7 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
 
 
 def _weight_check(form: WeightForm, geometry: ModelGeometry) -> Check:
-    """Say how the weights are held, and what a machine lacks for it."""
+    """Describe how the weights are held, and what a machine lacks for that."""
     spared = f"; {len(geometry.spared)} linear layers are spared" if geometry.spared and not form.widened else ""
     found = f"{form.name}, {'in the files' if form.stored else 'on loading'}{spared}"
     try:
@@ -353,7 +353,7 @@ def _way(layer: LayerGeometry) -> str:
 
 
 def _states(geometry: ModelGeometry) -> Iterator[Check]:
-    """Say which layers keep a state of fixed size, and what follows from that."""
+    """Describe which layers keep a state of fixed size, and the consequences."""
     places = [place for place, layer in enumerate(geometry.decoder) if layer.state]
     size = format_bytes(sum(state.nbytes for state in geometry.states))
     kept = f"each {PAGE * STATE_PAGES:,} tokens and near the end"
@@ -368,7 +368,7 @@ def _states(geometry: ModelGeometry) -> Iterator[Check]:
 
 
 def layer_numbers(places: Sequence[int]) -> str:
-    """Say which layers, and how many: "0-2, 4 (4 layers)"."""
+    """List layers, and how many there are: "0-2, 4 (4 layers)"."""
     runs = [list(run) for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
     spans = [f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs]
     return f"{', '.join(spans)} ({len(places)} layer{'s' * (len(places) != 1)})"

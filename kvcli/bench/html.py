@@ -20,7 +20,7 @@ from kvcli.ui.summary import HeatMap
 _TABLE_WIDTH = 130  # characters; wider tables would be cut off at the edge of the page
 _ROW = 24  # pixels
 _MOST_TICKS = 10
-_LONG_NAME = 24  # characters; two such names do not fit side by side on a narrow page
+_LONG_NAME = 24  # characters; two such names do not fit next to each other on a narrow page
 _MILLISECONDS = alt.Axis(labelSeparation=8)  # else the last label, which is moved inwards, touches the one before it
 _TOKENS = "datum.value % 1024 ? format(datum.value, ',') : datum.value / 1024 + 'K'"
 _NAMES = alt.Axis(labelLimit=320)  # characters at the end tell long names apart
@@ -173,7 +173,7 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
 def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
     """Draw step time over context: for each method a solid line with its spread, and a dashed one for its roofline.
 
-    Points of several methods at one context stand a little apart.
+    Points of several methods at one context are slightly apart.
     """
     times: list[dict[str, Any]] = []
     rooflines: list[dict[str, Any]] = []
@@ -211,7 +211,7 @@ def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:
 
 
 def _round_values(values: Sequence[float]) -> list[float]:
-    """Choose ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or the powers alone where those are many."""
+    """Choose ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or only the powers if those are many."""
     least, most = min(values), max(values)
     powers = [10.0**exponent for exponent in range(floor(log10(least)) - 1, ceil(log10(most)) + 1)]
     found = [factor * power for power in powers for factor in (1, 2, 5) if least <= factor * power <= most]

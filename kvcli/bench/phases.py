@@ -1,22 +1,21 @@
-"""Take a step apart: clocks inside it, or the kernels of a captured one, and the phase that every moment belongs to.
+"""Take a step apart: by clocks inside it, or by the kernels of a captured one, into the phase of every moment.
 
-Clocks inside a step cost time, so they are there in the run that is taken apart alone. Spans that lie within others
-count for themselves and no longer for those around them, so that the parts of a step are disjoint and add up to it
-exactly. What no span claims is the host's: Python, launches, rotary and residual arithmetic.
+Clocks inside a step cost time, so only the run that is taken apart has them. Inner spans count for themselves and not
+for the spans around them, so that the parts of a step are disjoint and add up to it exactly. Time that no span claims
+is the host's: Python, launches, rotary and residual arithmetic.
 
-Only one lane, that of the step itself, is what the step waits for. What runs on other lanes (threads, streams) is
-overlapped: reported beside, as far as the step was not waiting for the very same phase.
+The step waits for only one lane, its own. Work on other lanes (threads, streams) is overlapped: it is reported
+separately, except where the step was waiting for the very same phase.
 
 On a GPU the host's clock only sees launches. There a span lies between two CUDA events on the stream that is current
-where it begins and ends, so it is the time that the device took, including what it waited for; a lane is a stream. The
-host does not wait until the spans are asked for.
+when it begins and ends, so it is the time that the device took, including its waits; a lane is a stream. The host does
+not wait until the spans are requested.
 
-Inside a CUDA graph there are no clocks; the profiler's trace says when each kernel of a replay ran. What kernel belongs
-to which phase follows from its name where it is one of ours, and from its place in the step where it is a matrix
-product: they come layer by layer, those of attention first, as many as are left when layers are fused. Anything else
-goes with what ran before it. A moment at which a kernel of the step's own lane runs is that kernel's; what retrieval
-does at the same time is hidden. A moment that retrieval has for itself is exposed, and one at which nothing runs is the
-host's.
+Inside a CUDA graph there are no clocks; the profiler's trace says when each kernel of a replay ran. The name of one of
+our kernels gives its phase. A matrix product's place in the step gives its phase: products come layer by layer, those
+of attention first, as many as are left when layers are fused. Anything else goes with the kernel before it. A moment at
+which a kernel of the step's own lane runs is that kernel's; simultaneous retrieval is hidden. A moment at which only
+retrieval runs is exposed, and one at which nothing runs is the host's.
 """
 
 import json
@@ -43,26 +42,26 @@ from kvcli.runtime.fused import gated_of, projections_of
 from kvcli.telemetry.timeline import Span, Timeline
 
 STEP = "step"
-# A token is appended to what a method keeps, which is part of attending; with KV in host memory it is the offload.
+# A token is appended to a method's KV, which is part of attending; with KV in host memory it is the offload.
 _APPEND, _OFFLOAD = "append", "offload"
 _PHASE_OF = {STEP: "host", _APPEND: "attention", "prune": "select", **{phase: phase for phase in PHASES}}
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """One step in microseconds: the disjoint parts that it waits for, by phase, and what runs hidden beside them."""
+    """One step in microseconds: the disjoint parts that it waits for, by phase, and the work hidden behind them."""
 
     exposed: dict[str, float]
     hidden: dict[str, float]
 
 
 def known_spans() -> frozenset[str]:
-    """Names of spans that belong to a phase."""
+    """Return the names of spans that belong to a phase."""
     return frozenset(_PHASE_OF)
 
 
 def phase_of(name: str, offloaded: bool) -> str:
-    """The phase of a span called `name`, of a method that keeps KV in host memory or not."""
+    """Return the phase of a span called `name`, of a method that keeps KV in host memory or not."""
     return _OFFLOAD if offloaded and name == _APPEND else _PHASE_OF.get(name, "host")
 
 
@@ -90,7 +89,7 @@ def _parts(step: Span, spans: Sequence[Span], offloaded: bool) -> StepParts:
 
 
 def exclusive(outer: Span, inner: Sequence[Span]) -> dict[str, float]:
-    """Time of each name within `outer`, without what lies deeper; `inner` is nested, in the order in which it ended."""
+    """Return each name's time within `outer`, without deeper spans; `inner` is nested, in the order of its ends."""
     time: dict[str, float] = defaultdict(float)
     at, around = outer.start, [outer]
 
@@ -118,7 +117,7 @@ def _overlap(one: Span, other: Span) -> float:
 
 
 def middle(steps: Sequence[tuple[float, StepParts]]) -> list[tuple[float, StepParts]]:
-    """The half of the steps, each with its time, around the median: what another process disturbed is left out."""
+    """Return the half of the steps, each with its time, around the median, without those that others disturbed."""
     ordered = sorted(steps, key=lambda step: step[0])
     drop = len(ordered) // 4
     return ordered[drop : len(ordered) - drop]
@@ -126,10 +125,10 @@ def middle(steps: Sequence[tuple[float, StepParts]]) -> list[tuple[float, StepPa
 
 @contextmanager
 def module_spans(model: PreTrainedModel, timeline: Timeline) -> Iterator[None]:
-    """Time the modules of `model` on `timeline`, by phase; leaves the model as it was.
+    """Time the modules of `model` on `timeline`, by phase; restore the model at the end.
 
-    `projections` are the parts of the attention modules (linear layers, norms of queries and keys) and the head, `mlp`
-    is what else a decoder layer is made of, its norms included.
+    `projections` are the parts of the attention modules (linear layers, norms of queries and keys) and the head; `mlp`
+    is the rest of a decoder layer, including its norms.
     """
     before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
     try:
@@ -146,7 +145,7 @@ def module_spans(model: PreTrainedModel, timeline: Timeline) -> Iterator[None]:
 
 
 def _modules(model: PreTrainedModel) -> Iterator[tuple[str, str, int, nn.Module]]:
-    """Phase, name, layer and module of everything that is timed; none of them lies within another."""
+    """Yield phase, name, layer and module of everything that is timed; none of them lies within another."""
     attention = set(attention_modules(model))
     layers: list[nn.Module] = list(decoder_of(model).layers)  # type: ignore[arg-type]
     for index, layer in enumerate(layers):
@@ -174,7 +173,7 @@ def _timed(forward: Callable[..., Any], timeline: Timeline, phase: str, details:
 
 
 class DeviceTimeline(Timeline):
-    """Spans from CUDA events."""
+    """Records spans by CUDA events."""
 
     def __init__(self, device: torch.device):
         super().__init__(enabled=True)
@@ -209,7 +208,7 @@ class DeviceTimeline(Timeline):
 
 
 class MarkedTimeline(DeviceTimeline):
-    """Spans from CUDA events that are shown as NVTX ranges of the same names, too."""
+    """Records spans by CUDA events, and shows them as NVTX ranges of the same names."""
 
     @contextmanager
     @override
@@ -225,8 +224,8 @@ def recording(place: Place, nvtx: bool = False) -> Timeline:
     return MarkedTimeline(place) if nvtx else DeviceTimeline(place)
 
 
-# Names of the Triton kernels (`kvcli.kernels`), and how they begin in a trace. What indexes the newest token, or what
-# it has completed, is offload: one kernel does that and writes out.
+# The Triton kernels (`kvcli.kernels`), by the beginnings of their names in a trace. The kernel that indexes the newest
+# token, or the page that it has completed, counts as offload: it does that and writes out.
 _KERNEL_PHASES = {
     "_correct_kernel": "correction",
     **dict.fromkeys(("_score_kernel", "_pool_kernel", "_token_kernel", "_one_bit_kernel"), "score"),
@@ -244,10 +243,10 @@ BY_PLACE += ("_packed_gemv_kernel", "_packed_gemm_kernel")
 """Triton kernels of several phases: products have their order, others go with what ran before them."""
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
 _PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma", re.IGNORECASE)
-_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)  # the second half of a product that is split, "..._splitK"
+_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)  # the second half of a split product, "..._splitK"
 _CHOICE = re.compile(r"maxops", re.IGNORECASE)  # of argmax, and of a maximum with its place
 
-# A replay has at least so many kernels: what has fewer was launched by itself.
+# A replay has at least this many kernels: smaller groups were launched individually.
 _FEWEST = 16
 
 
@@ -262,7 +261,7 @@ class Kernel(NamedTuple):
 
 @contextmanager
 def traced() -> Iterator[list[list[Kernel]]]:
-    """Record what the device does inside; the list that is given then holds the kernels of every replay, in order."""
+    """Record the device's work inside; the yielded list then holds the kernels of every replay, in order."""
     replays: list[list[Kernel]] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         yield replays
@@ -286,9 +285,9 @@ def replays_of(events: Iterable[dict[str, Any]]) -> list[list[Kernel]]:
 
 
 def products_of(model: PreTrainedModel, predicted: Collection[int] = ()) -> list[str]:
-    """Say the phase of every matrix product of a fused step, in order: of each layer's attention and MLP, the head's.
+    """List the phase of every matrix product of a fused step, in order: of each layer's attention and MLP, the head's.
 
-    The layer before one that is `predicted` its query makes that first. To be asked while the modules are as they came.
+    The layer before one in `predicted` makes that layer's query first. Call this while the modules are unchanged.
     """
     attention, phases = attention_modules(model), list[str]()
     telling = {attention[layer - 1] for layer in predicted}
@@ -306,9 +305,9 @@ def products_of(model: PreTrainedModel, predicted: Collection[int] = ()) -> list
 
 
 def phases_of(step: Sequence[Kernel], products: Sequence[str]) -> list[str]:
-    """Find the phase of each kernel of a step; `products` as `products_of` has them.
+    """Find the phase of each kernel of a step; `products` as `products_of` returns them.
 
-    Where the step has another number of products (experts, say), all of them count as the MLP's.
+    If the step has another number of products (experts, say), all of them count as the MLP's.
     """
     found = [bool(_PRODUCT.search(kernel.name)) and not _REDUCTION.search(kernel.name) for kernel in step]
     coming = iter(products if sum(found) == len(products) else ["mlp"] * sum(found))
@@ -323,13 +322,13 @@ def phases_of(step: Sequence[Kernel], products: Sequence[str]) -> list[str]:
 
 
 def parts_of(replays: Sequence[Sequence[Kernel]], products: Sequence[str]) -> list[StepParts]:
-    """Take every step apart; it lasts until the next one begins, the last one until its end."""
+    """Take every step apart; a step lasts until the next one begins, the last one until its end."""
     ends = [after[0].start for _, after in pairwise(replays)] + [max(k.end for k in step) for step in replays[-1:]]
     return [_swept(step, phases_of(step, products), end) for step, end in zip(replays, ends, strict=True)]
 
 
 def spans_of(replays: Sequence[Sequence[Kernel]], products: Sequence[str]) -> list[Span]:
-    """The steps, and their kernels as spans named by phase; a lane is a stream."""
+    """Return the steps, and their kernels as spans named by phase; a lane is a stream."""
     spans = []
     for step in replays:
         for kernel, phase in zip(step, phases_of(step, products), strict=True):
@@ -340,7 +339,7 @@ def spans_of(replays: Sequence[Sequence[Kernel]], products: Sequence[str]) -> li
 
 
 def _swept(step: Sequence[Kernel], phases: Sequence[str], end: float) -> StepParts:
-    """Give every moment of a step to a phase, and what ran beside it to that phase's hidden time."""
+    """Assign every moment of a step to a phase, and simultaneous work to its own phase's hidden time."""
     exposed: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
     changes = sorted(

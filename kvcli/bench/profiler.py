@@ -59,8 +59,8 @@ class ProfileRequest:
     """What to profile, with `contexts` in tokens.
 
     The caches hold random KV; with `document` the model reads that text instead, cut to each context, and with `read`
-    random tokens. Without `contexts` a document has its own length. KV of methods that keep some in host memory lies on
-    a `disk`, where there is one.
+    random tokens. Without `contexts` a document has its own length. A `disk`, if given, takes the KV of methods that
+    keep some in host memory.
     """
 
     model: ModelSpec
@@ -164,7 +164,7 @@ def _refused(
     wanted += [(label, "peer", profile) for label, profile in peers.items()]
     errors = []
     for load, (label, kind, profile) in product(loads, wanted):
-        prompts = {load.context: load.batch + (1 if reads else 0)}  # a prompt that was read stays beside its copies
+        prompts = {load.context: load.batch + (1 if reads else 0)}  # a prompt stays with its copies
         try:
             sampling, tier = Sampling(max_tokens=load.max_tokens), _of(tiers[load], profile) if kind != "peer" else None
             memory.check(profile, checkpoint, prompts, sampling, way_out=_WAY_OUT, disk=tier)
@@ -182,7 +182,7 @@ def _refused(
 
 
 def _tier(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> DiskTier | None:
-    """The disk for one method after the other, and for the prompt that each has read and goes on from in copies."""
+    """Make the disk tier for one method after another, and for the prompts that they continue copies of."""
     profiles = [entry.profile for entry in request.entries]
     reads = request.read or request.document is not None
     kept = sum(profile.settings.on_host for profile in profiles) if reads else 0
@@ -190,12 +190,12 @@ def _tier(request: ProfileRequest, checkpoint: Checkpoint, load: Load) -> DiskTi
 
 
 def _of(tier: DiskTier | None, profile: Profile) -> DiskTier | None:
-    """The disk of a method that has use for one."""
+    """Return the disk tier of a method that uses one."""
     return tier if profile.settings.on_host else None
 
 
 def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load, tier: DiskTier | None) -> None:
-    """Refuse to prefill a prompt for more methods than fit into memory side by side."""
+    """Refuse to prefill a prompt for more methods than fit into memory together."""
     lengths = [load.context], load.max_tokens, 1
     each = [
         memory.need(*(entry.profile, checkpoint.geometry, checkpoint.dtype, *lengths), disk=_of(tier, entry.profile)).kv
@@ -272,7 +272,7 @@ def _options(request: ProfileRequest, loads: Sequence[Load]) -> dict[str, object
 
 
 class Rounds:
-    """Runs the candidates under `load`, round after round; `cases` can be called at any time, after Ctrl-C as well.
+    """Runs the candidates under `load`, round after round; `cases` can be called at any time, even after Ctrl-C.
 
     Rooflines come from the `rates` before and after a candidate's runs; `overlapped` as in `least_seconds`.
     """
@@ -291,8 +291,8 @@ class Rounds:
     def run_all(self, repeat: int, recording: Callable[[], Timeline], observer: Observer) -> None:
         """Run every candidate in each round, once without clocks inside the step and once with them.
 
-        Every second round goes backwards, so that what a run leaves to the next one in caches, memory and clock rates
-        does not always meet the same candidate.
+        Every second round goes backwards, so that the state of caches, memory and clock rates after a run does not
+        always meet the same candidate.
         """
         for turn in range(repeat):
             for candidate in self.candidates[:: -1 if turn % 2 else 1]:
@@ -347,7 +347,7 @@ class Rounds:
         pairs = zip(self.medians[first], own, strict=False)
         ratios = [theirs / mine for theirs, mine in pairs]
         rates = MachineRates.over(self.measured[label])
-        if last.pipeline is not None:  # which may be another one than was promised
+        if last.pipeline is not None:  # may differ from the promised one
             known = *known[:-1], last.pipeline
         return Case(
             *known,
@@ -397,7 +397,7 @@ def counts(counters: Sequence[Counters], warmup: int) -> Counts:
 
 
 def _add_heads(sequences: Sequence[HeadCounts | None]) -> HeadCounts | None:
-    """Add up the counts of one layer by KV head; None where no sequence has any."""
+    """Add up the counts of one layer by KV head; None if no sequence has any."""
     found = [asdict(each) for each in sequences if each is not None]
     if not found:
         return None

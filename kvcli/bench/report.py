@@ -53,8 +53,9 @@ class PhaseTime:
 class Breakdown:
     """The phases of a step: means over `steps` steps of separate runs, the half around the median.
 
-    `parts` add up to `step_ms`, which the decode loop measures; the host's part is what the clocks inside leave of it.
-    `disturbance` is the median step with clocks inside over that of the run before without them: 1.05 is 5 % slower.
+    `parts` add up to `step_ms`, which the decode loop measures; the host's part is the rest that the clocks inside
+    leave. `disturbance` is the median step with clocks inside over that of the run before without them: 1.05 is 5 %
+    slower.
     """
 
     step_ms: float
@@ -65,13 +66,13 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the timed steps of a run checked, selected and moved, over all sequences: [steps][layers].
+    """The checks, selections and traffic of the timed steps of a run, over all sequences: [steps][layers].
 
     `bytes_exposed` is the part of `bytes_to_device` that attention waited for. `by_head` has the sums over the steps by
     KV head, [layers]; None for a layer that requested nothing.
 
-    With a disk below host memory, of the pages that were fetched `host_hits` lay in host memory and `disk_reads` did
-    not (tokens, where layers are brought whole). `bytes_from_disk` were read, `bytes_to_disk` written, and the run did
+    With a disk below host memory, `host_hits` of the fetched pages were in host memory and `disk_reads` were not
+    (tokens, for layers that are fetched whole). `bytes_from_disk` were read, `bytes_to_disk` written, and the run did
     nothing but wait for the disk for `disk_wait_ms`.
     """
 
@@ -93,13 +94,13 @@ class Counts:
 class Case:
     """One method or peer at one context in tokens and batch size.
 
-    `pipeline` is what ran its steps, "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`), or
-    "launched" where a graph or pieces were to be and could not be captured, of which `notices` say why; None for peers.
-    `runs_ms` has the median step of each run, `ratio` the step time of the first case over this one's, `floor_ms` the
-    roofline, `equivalent_bandwidth` in bytes a second what full attention would have to read at to be as fast. Of KV on
-    a disk, `host_kv_bytes` is the cache. `prefill_ms` is the time in which the prompt was read, where it was: methods
-    that read exactly do it together, windows are read for each. A case that could not run has the reason in `error` and
-    no figures.
+    `pipeline` is how its steps ran: "graph", "piecewise" or "blocking" (see `kvcli.methods.card.gpu_step_of`), or
+    "launched" if a graph or pieces could not be captured, for the reasons in `notices`; None for peers. `runs_ms` has
+    the median step of each run, `ratio` the step time of the first case over this one's, `floor_ms` the roofline,
+    `equivalent_bandwidth` the rate in bytes a second at which full attention would have to read to be as fast. With KV
+    on a disk, `host_kv_bytes` is the cache. `prefill_ms` is the time of reading the prompt, if it was read: methods
+    that read exactly share it, windows are read for each method. A case that could not run has the reason in `error`
+    and no figures.
     """
 
     label: str
@@ -128,7 +129,7 @@ class Case:
 class ProfileReport:
     """All results of `kvcli profile`; `finished` is False after Ctrl-C.
 
-    `options` has what was asked for, among it `kv`, "made up" or "read"; `ceilings` has the rates of the machine.
+    `options` has the request, including `kv`, "made up" or "read"; `ceilings` has the rates of the machine.
     """
 
     environment: dict[str, Any]
@@ -146,7 +147,7 @@ class ProfileReport:
 
 
 def tables(report: ProfileReport) -> list[tuple[str, Table]]:
-    """Give every table with its title: of each context and batch size the step times, then their phases."""
+    """List every table with its title: for each context and batch size the step times, then their phases."""
     found = []
     for (context, batch), cases in groups(report):
         name = f"{context:,} tokens, batch {batch}"
@@ -234,14 +235,14 @@ def parts_table(cases: Sequence[Case]) -> Table:
 
 
 def ratio(spread: Spread | None) -> str:
-    """Write a median with its spread: "1.8x (1.7 to 1.9)"."""
+    """Format a median with its spread: "1.8x (1.7 to 1.9)"."""
     return "-" if spread is None else f"{spread.median:.2f}x ({spread.least:.2f} to {spread.most:.2f})"
 
 
 def headline(report: ProfileReport) -> str:
-    """Say the main result in a sentence: at the largest load the fastest method beside the first one.
+    """State the main result in a sentence: at the largest load the fastest method against the first one.
 
-    The text is empty where nothing was measured.
+    The text is empty if nothing was measured.
     """
     timed = [case for case in largest(report) if case.step_ms is not None and case.kind != "peer"]
     if not timed:
@@ -257,7 +258,7 @@ def headline(report: ProfileReport) -> str:
 
 
 def largest(report: ProfileReport) -> list[Case]:
-    """Give the cases of the longest context at the largest batch size."""
+    """Return the cases of the longest context at the largest batch size."""
     return max(groups(report), key=lambda group: group[0], default=((0, 0), []))[1]
 
 
@@ -301,12 +302,12 @@ def _step(case: Case) -> str:
 
 
 def _over_roofline(case: Case) -> str:
-    """Write the multiple of its roofline that a step takes."""
+    """Format the multiple of its roofline that a step takes."""
     return f"{case.step_ms.median / case.floor_ms:.1f}x" if case.step_ms and case.floor_ms else "-"
 
 
 def _of_roofline(part: PhaseTime) -> str:
-    """Write the multiple of its roofline that a phase takes; nothing where there is no time or no roofline."""
+    """Format the multiple of its roofline that a phase takes; empty without a time or a roofline."""
     if not part.ms or not part.floor_ms:
         return ""
     times = part.ms / part.floor_ms

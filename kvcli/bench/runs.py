@@ -1,12 +1,12 @@
-"""What is run: a method under a profile by kvcli's own loop, or transformers' own caches on the same weights.
+"""The candidates of a profile: a method in kvcli's own loop, or transformers' caches, on the same weights.
 
-How long a step takes depends on how many tokens are held, not on their values, with one exception: what is selected,
-corrected and recalled follows the queries. Made-up KV spares a prefill that takes minutes on a CPU; tokens that are
-read (a document, or seeded ones) make selections that are the model's own.
+The time of a step depends on how many tokens are held, not on their values, with one exception: selection, correction
+and recall follow the queries. Random KV saves a prefill that takes minutes on a CPU; tokens that are read (a document,
+or seeded ones) lead to the model's own selections.
 
 Peers run under transformers' `generate`. Their KV is always random, because the time of full attention does not depend
 on its values. kvpress is not among them: its releases (0.5.5) need transformers below 5.3, which cannot be installed
-beside the version that kvcli needs.
+together with the version that kvcli needs.
 """
 
 import time
@@ -50,7 +50,7 @@ _FIRST_TOKEN = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One method under one profile; `kind` is "method", or "ablation" where a part of it is switched off."""
+    """One method under one profile; `kind` is "method", or "ablation" if a part of it is switched off."""
 
     label: str
     kind: str
@@ -58,7 +58,7 @@ class Entry:
 
 
 def entries(compared: Sequence[Variant], ablate: bool) -> tuple[Entry, ...]:
-    """List what is compared; with `ablate` each method comes after the ablations that it declares."""
+    """List the methods to compare; with `ablate` each method comes after the ablations that it declares."""
     found = []
     for variant in compared:
         parts = ablated(variant) if ablate else []
@@ -69,7 +69,7 @@ def entries(compared: Sequence[Variant], ablate: bool) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a run decodes: `batch` sequences after `context` tokens each, `steps` timed ones after `warmup` others."""
+    """The load of a run: `batch` sequences after `context` tokens each, `steps` timed ones after `warmup` others."""
 
     context: int
     batch: int
@@ -78,7 +78,7 @@ class Load:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of each sequence beside its context, the first one among them."""
+        """Tokens of each sequence after its context, including the first one."""
         return 1 + self.warmup + self.steps
 
     @property
@@ -88,18 +88,18 @@ class Load:
 
 
 class ContextSource(Protocol):
-    """Gives the methods of a run their context."""
+    """Provides the methods of a run with their context."""
 
     def methods(self, engine: Engine, profile: Profile, load: Load, timeline: Timeline) -> list[AnyMethod]:
-        """Make one method object a sequence, its context read; their spans go to `timeline`."""
+        """Make one method object per sequence, its context read; their spans go to `timeline`."""
 
     def prefill_ms(self, profile: Profile) -> float | None:  # noqa: ARG002
-        """Milliseconds that the context took to read for a profile; None where it was not read."""
+        """Return the milliseconds of reading the context for a profile; None if it was not read."""
         return None
 
 
 class RandomContext(ContextSource):
-    """Hands noise to the methods instead of reading."""
+    """Gives noise to the methods instead of reading."""
 
     def __init__(self, noise: RandomKV):
         self.noise = noise
@@ -145,25 +145,25 @@ class ReadContext(ContextSource):
         return self._taken.get(profile.hash)
 
     def _read(self, engine: Engine, methods: Sequence[AnyMethod]) -> float:
-        """Read the prompt into methods, and wait for the result; returns the milliseconds."""
+        """Read the prompt into methods, and wait for the result; return the milliseconds."""
         begun = time.perf_counter()
         engine.prefill(self.ids, methods)[0].cpu()
         return 1000 * (time.perf_counter() - begun)
 
 
 def seeded_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
-    """Token ids that stand for a text."""
+    """Draw token ids in place of a text."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (count,), generator=generator).tolist()
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One run: the wall time of each timed step, and what a method's loop knows beside it.
+    """One run: the wall time of each timed step, and further results of a method's loop.
 
-    `parts` are those of every step, warm-up included, where they are known otherwise than from the timeline; empty
-    where the step could not be taken apart. `kv_bytes` is what full attention reads at the last step. `prefill_ms` is
-    the time of the prompt, where it was read. `pipeline` is what ran the steps, `notices` why: see `report.Case`.
+    `parts` are those of every step, including warm-up, if they do not come from the timeline; empty if the step could
+    not be taken apart. `kv_bytes` is what full attention reads at the last step. `prefill_ms` is the time of the
+    prompt, if it was read. `pipeline` is how the steps ran, `notices` why: see `report.Case`.
     """
 
     steps_ms: list[float]
@@ -186,23 +186,23 @@ class Candidate(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it is, as in `report.Case.kind`."""
+        """The kind, as in `report.Case.kind`."""
 
     @property
     def profile(self) -> Profile | None:
         """Method and settings, for those of kvcli."""
 
     def pipeline(self, load: Load) -> str | None:
-        """What runs its steps, as in `report.Case.pipeline`."""
+        """Return how its steps run, as in `report.Case.pipeline`."""
 
     def run(self, load: Load, timeline: Timeline) -> TimedRun:
-        """Decode once. Where `timeline` is on, the step is taken apart on it, if that is possible at all."""
+        """Decode once. If `timeline` is on, take the step apart on it, if that is possible at all."""
 
 
 def pipeline_on(place: Place, profile: Profile, disk: DiskTier | None = None, method: AnyMethod | None = None) -> str:
-    """What runs the steps of a profile, as in `report.Case.pipeline`: blocking on several devices, and with a disk.
+    """Return how the steps of a profile run, as in `report.Case.pipeline`: blocking on several devices or with a disk.
 
-    `method` is that of a sequence, where that is known.
+    `method` is that of a sequence, if known.
     """
     captured = place.type == "cuda" and not isinstance(place, Placement) and disk is None
     return gpu_step_of(get_method(profile.method), method or profile.settings) if captured else BLOCKING
@@ -210,7 +210,7 @@ def pipeline_on(place: Place, profile: Profile, disk: DiskTier | None = None, me
 
 @dataclass(frozen=True)
 class Decoding:
-    """A method of kvcli, from the context that `source` gives."""
+    """A method of kvcli, with the context from `source`."""
 
     label: str
     kind: str
@@ -220,7 +220,7 @@ class Decoding:
     disk: DiskTier | None = None
 
     def pipeline(self, load: Load) -> str:
-        """What is to serve the method on the model's device; a run tells what did."""
+        """Return how steps are to run on the model's device; a run tells how they did."""
         model = self.model
         method = planned_method(self.profile, model.geometry, load.capacity, model.dtype, load.context)
         return pipeline_on(model.place, self.profile, self.disk, method)
@@ -240,7 +240,7 @@ class Decoding:
                 ready.sequence(method, sampling, index=row, sample=row, source=self.label, first_token=_FIRST_TOKEN)
                 for row, method in enumerate(methods)
             ]
-            notices.clear()  # of what the method wanted to know
+            notices.clear()  # of what the method needed to know
             wanted: Pipeline = "blocking" if promised == BLOCKING else "overlapped"
             stepper = stepper_for(ready.hook, ready.rope, sequences, wanted, ready.notice)
             ran_by, phased = stepper.ran_by, promised != GRAPH  # phases of slots overlap, and are not timed
@@ -269,7 +269,7 @@ class Decoding:
 
 
 def predicted_by(method: AnyMethod) -> list[int]:
-    """Layers of a method whose queries are made a layer ahead."""
+    """List the layers of a method whose queries are predicted a layer ahead."""
     plan = method.step_plan
     return [layer for layer in method.retrieval if layer] if plan is not None and plan.when == "ahead" else []
 
@@ -311,7 +311,7 @@ class Transformers:
         return _OFFLOADED if self.offloading else _RESIDENT
 
     def pipeline(self, load: Load) -> None:
-        """Say nothing: its steps are transformers' own."""
+        """Return None: its steps are transformers' own."""
 
     @torch.inference_mode()
     def run(self, load: Load, timeline: Timeline) -> TimedRun:  # noqa: ARG002
@@ -343,13 +343,13 @@ class Transformers:
     def attention(self) -> AbstractContextManager[None]:
         """Choose the kernels of attention: all but cuDNN, which torch prefers on some GPUs.
 
-        cuDNN plans every length anew, which takes tens of milliseconds a step.
+        cuDNN plans every length anew, which takes tens of milliseconds per step.
         """
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def peer_profiles(device: torch.device) -> dict[str, Profile]:
-    """List the caches that run on a device: by label a profile that needs as much memory.
+    """List the caches that run on a device: by label, a profile that needs as much memory.
 
     The offloaded cache needs CUDA.
     """

@@ -1,4 +1,4 @@
-"""The pinned memory that a sequence will ask for, known before its model is loaded: it gets ready meanwhile."""
+"""Prepare the pinned memory that a sequence will request while its model is loaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvcli.models.loading import Checkpoint
 
 
 def prepare_host_memory(profile: Profile, checkpoint: Checkpoint, prompt_tokens: int, max_tokens: int) -> None:
-    """Have a sequence's host memory get ready beside a GPU; what is not asked for, `forget_host_memory` lets go of."""
+    """Prepare a sequence's host memory for a GPU; `forget_host_memory` releases what nothing has requested."""
     if checkpoint.device.type == "cuda" and checkpoint.placement is None:  # each of several devices has its own
         wanted = host_tensors(profile, checkpoint.geometry, checkpoint.dtype, prompt_tokens, max_tokens)
         pinned_allocator(checkpoint.device).prepare(wanted)
 
 
 def forget_host_memory(device: torch.device) -> None:
-    """Let go of what was prepared and no sequence has asked for."""
+    """Release prepared memory that no sequence has requested."""
     if device.type == "cuda":
         pinned_allocator(device).forget()
 
@@ -30,10 +30,10 @@ def forget_host_memory(device: torch.device) -> None:
 def host_tensors(
     profile: Profile, geometry: ModelGeometry, dtype: torch.dtype, prompt_tokens: int, max_tokens: int
 ) -> list[Wanted]:
-    """List what a sequence beside a GPU asks for in host memory, in order.
+    """List the host memory that a sequence on a GPU requests, in order.
 
     Raises:
-        KvcliError: as `planned_method` does.
+        KvcliError: as for `planned_method`.
     """
     notes = _Notes()
     planned_method(profile, geometry, prompt_tokens + max_tokens, dtype, prompt_tokens, pinned=notes)
@@ -41,13 +41,13 @@ def host_tensors(
 
 
 class _Notes:
-    """Stands for an allocator of pinned memory on the meta device, and takes notes of what is asked for."""
+    """A stand-in for the allocator of pinned memory on the meta device, which records the requests."""
 
     def __init__(self) -> None:
         self.wanted: list[Wanted] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, urgent: bool = False) -> Future[Tensor]:
-        """Give a tensor without bytes; what is urgent is for the prompt's reading, not for the sequence."""
+        """Return a tensor without bytes; urgent memory is for the prompt's reading, not for the sequence."""
         if not urgent:
             self.wanted.append((shape, dtype))
         ready: Future[Tensor] = Future()

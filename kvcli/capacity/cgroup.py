@@ -1,4 +1,4 @@
-"""What a container lets this process take: the limits of its control group (version 2), where it has any."""
+"""The limits of a container: those of its control group (version 2), if there are any."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def memory_limit() -> int | None:
-    """Bytes that all processes of the group may hold together."""
+    """Return the bytes that all processes of the group may hold together."""
     limit = _read("memory.max")
     return int(limit) if limit.isdecimal() else None
 
 
 def memory_free() -> int | None:
-    """Bytes of the limit that are left. Cached files are not counted: the system lets go of them first."""
+    """Return the bytes left of the limit. Cached files do not count: the system evicts them first."""
     limit, held = memory_limit(), _read("memory.current")
     if limit is None or not held.isdecimal():
         return limit
@@ -21,7 +21,7 @@ def memory_free() -> int | None:
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of time."""
+    """Return the quota of CPU time, in cores."""
     quota, _, period = _read("cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
 

@@ -16,7 +16,7 @@ from kvcli.memory.disk_tier import DiskTier
 def disk_for(
     asked: DiskOptions | None, profiles: Sequence[Profile], device: torch.device, sequences: int
 ) -> DiskTier | None:
-    """Make the tier for so many sequences, of those of several profiles that use it; None where none was asked for.
+    """Make the tier for `sequences` of those profiles that use it; None if none was requested.
 
     Raises:
         KvcliError: none of the methods keeps KV in host memory, or the directory takes no files (usage).
@@ -30,7 +30,7 @@ def disk_for(
 def disk_tier(
     asked: DiskOptions, profile: Profile, device: torch.device, sequences: int, free: int | None = None
 ) -> DiskTier:
-    """Make the tier for so many sequences; by default its cache is half of the host memory that is `free`.
+    """Make the tier for `sequences`; by default its cache is half of the `free` host memory.
 
     Raises:
         KvcliError: the method keeps nothing in host memory, or the directory takes no files (usage).

@@ -1,8 +1,8 @@
-"""The memory that a run needs in each tier, and whether it fits, before anything is allocated.
+"""Count the memory that a run needs in each tier, and check that it fits, before anything is allocated.
 
-A method built on the meta device has tensors of the right shapes without bytes, so its KV is counted, not estimated.
-Where the prompt decides how much a method keeps, the count is the most that it can hold (`Method.planned_is_bound`).
-The workspace of the prefill (`kvcli.capacity.workspace`) is an estimate of the largest tensors that exist at once.
+A method built on the meta device has tensors of the right shapes without bytes, so its KV is counted, not estimated. If
+the prompt decides how much a method keeps, the count is an upper bound (`Method.planned_is_bound`). The workspace of
+the prefill (`kvcli.capacity.workspace`) is an estimate of the largest tensors that exist at once.
 """
 
 from bisect import bisect_left
@@ -40,14 +40,14 @@ LONGEST_SEQUENCE = 1 << 40  # tokens; sizes of longer ones overflow in torch
 
 
 class PromptSize(NamedTuple):
-    """Tokens of a prompt; `shared` first ones it has in common with another one, which holds them in host memory."""
+    """Tokens of a prompt; its first `shared` ones are those of another prompt, which holds their KV in host memory."""
 
     tokens: int
     shared: int = 0
 
 
 Prompts = Sequence[int | PromptSize] | Mapping[int, int] | Mapping[PromptSize, int]
-"""Sizes of prompts, those that share nothing as their tokens alone; or how many prompts there are of each size."""
+"""Sizes of prompts (those that share nothing as plain numbers of tokens), or the number of prompts of each size."""
 
 
 def kv_footprint(
@@ -58,9 +58,9 @@ def kv_footprint(
     prompt_tokens: int | None = None,
     place: Place | None = None,
 ) -> Footprint:
-    """Count the KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt where that is known.
+    """Count the KV bytes of one sequence of `capacity` tokens, `prompt_tokens` of them its prompt, if known.
 
-    `place` is where the layers lie; where it is not known, on one device with a memory of its own.
+    `place` is where the layers lie; by default, one device with a memory of its own.
 
     Raises:
         KvcliError: the sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -80,9 +80,9 @@ def planned_method(
 ) -> AnyMethod:
     """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`.
 
-    Host memory is asked of `pinned`, where that is given. On a `disk` lies what host memory is not to hold; raises
-    KvcliError where its cache is too small (will not fit). A budget that is a share of the prompt and too small for the
-    method is taken to hold everything.
+    `pinned`, if given, allocates the host memory. A `disk` takes what host memory is not to hold; raises KvcliError if
+    its cache is too small (will not fit). A budget that is a share of the prompt but too small for the method is taken
+    to hold everything.
     """
     if prompt_tokens is not None:
         with suppress(KvcliError):
@@ -118,10 +118,10 @@ def need(
 ) -> Need:
     """Add up the memory of a run over `prompts`, each continued `samples` times by `max_tokens`.
 
-    Every sequence holds a second method's KV, of the profile `beside`, where there is one. The prefill's workspace
-    depends on the kind of `device`, which may be several, and on the most tokens of several prompts that are read
-    `together`. KV of so many `layers_beside` is on its way to or from the disk. What host memory is not to hold lies on
-    the tier `disk`.
+    With a profile `beside`, every sequence also holds the KV of a second method. The prefill's workspace depends on the
+    kind of `device` (or devices), and on `together`, the largest total of tokens of prompts that are read together. The
+    KV of `layers_beside` layers is on its way to or from the disk. The tier `disk` takes what host memory is not to
+    hold.
 
     Raises:
         KvcliError: a sequence is longer than `LONGEST_SEQUENCE` (will not fit).
@@ -132,7 +132,7 @@ def need(
         return planned_method(profile, geometry, tokens + max_tokens, dtype, tokens, disk, device)
 
     for (tokens, shared), number in counted.items():
-        for sequences, common in ((number, shared), (number * (samples - 1), tokens)):  # further samples share it all
+        for sequences, common in ((number, shared), (number * (samples - 1), tokens)):  # samples share a whole prompt
             if not sequences:
                 continue
             method = planned(tokens)
@@ -153,7 +153,7 @@ def need(
         stacked = max(_layers_in_slots(kinds, total)) if total > 1 else 0
     size = max(longest, together) + reader.config.read_again(longest), dtype.itemsize
     workspace = Workspace.of(geometry, longest, reader.prefill_window, first_of(device), *size, reader)
-    away = 0 if isinstance(device, Placement) else workspace.away  # which is not told apart by devices
+    away = 0 if isinstance(device, Placement) else workspace.away  # the workspace is not split by device
     workspace = replace(workspace, away=away, stacked=stacked)
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
@@ -162,9 +162,10 @@ def need(
 
 
 def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> Footprint:
-    """Bytes of a batch on its devices over slots: a layer's tensors lie side by side, all as long as the longest.
+    """Count the bytes of a batch over slots on its devices; a layer's tensors are stacked, each as long as the longest.
 
-    `methods` has one for each kind of sequence. What is rotated apart from the model is so by tables of all positions.
+    `methods` has one for each kind of sequence. A step plan that rotates outside the model adds tables of all
+    positions.
     """
     context, plan = methods[0].context, methods[0].step_plan
     held = methods[0].state_footprint().times(sequences)
@@ -180,13 +181,13 @@ def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> Fo
 
 
 def _layers_in_slots(methods: Sequence[AnyMethod], sequences: int) -> list[int]:
-    """Bytes of each layer of a batch over slots."""
+    """Count the bytes of each layer of a batch over slots."""
     layers = range(len(methods[0].caches))
     return [sequences * max(method.caches[layer].footprint().device for method in methods) for layer in layers]
 
 
 def _whole_layers(methods: Sequence[AnyMethod]) -> Footprint:
-    """Bytes of the buffers that a sequence's layers come into whole, those of each device in turns."""
+    """Count the bytes of the buffers into which layers are fetched whole; layers on a device take turns with them."""
     held, context = Footprint(), methods[0].context
     for device in dict.fromkeys(map(context.device, methods[0].retrieval)):
         layers = [layer for layer in methods[0].retrieval if context.device(layer) == device]
@@ -208,11 +209,11 @@ def check(
     disk: DiskTier | None = None,
     way_out: str = "take a smaller --budget, --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
-    """Refuse a run that will not fit; `together` to `disk` as in `need`, `way_out` is what a user can change.
+    """Refuse a run that will not fit; `together` to `disk` are as in `need`, `way_out` says what a user can change.
 
     Raises:
-        KvcliError: exit code 3, with what is needed, what is free, and the longest context that would fit; a budget
-            that is a share of a prompt comes to what the method refuses (usage).
+        KvcliError: exit code 3, with the bytes needed, the bytes free, and the longest context that would fit; the
+            method refuses a budget that is a share of a prompt (usage).
     """
     counted = _counted(prompts)
     for size in counted:
@@ -263,7 +264,7 @@ def check(
 
 
 def available(place: Place) -> dict[str, int]:
-    """Give the free bytes by pool of memory; a container may grant less than the machine has."""
+    """Return the free bytes of each pool of memory; a container may grant less than the machine has."""
     machine, group = int(psutil.virtual_memory().available), cgroup.memory_free()
     free = {"host": machine if group is None else min(machine, group)}
     for name, device in devices_of(place).items():
@@ -272,16 +273,16 @@ def available(place: Place) -> dict[str, int]:
 
 
 def fits(needed: dict[str, int], free: dict[str, int]) -> bool:
-    """Tell whether no pool of memory is overdrawn."""
+    """Tell whether every pool of memory holds what is needed of it."""
     return all(needed[pool] <= free[pool] for pool in needed)
 
 
 def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int], limit: int) -> int:
-    """Find the longest context below `limit`, in tokens, whose needs by pool fit; 0 where none does.
+    """Find the longest context below `limit`, in tokens, whose needs fit every pool; 0 if none does.
 
-    Needs grow with a context, but where hidden states begin to lie in host memory there is one step down.
+    Needs grow with the context, except for one step down at the length from which hidden states lie in host memory.
     """
-    # Steps are right behind a power of two where a model's width is one.
+    # If a model's width is a power of two, the step is right after a power of two.
     tried = sorted({1, *((1 << bit) + 1 for bit in range(limit.bit_length())), limit - 1})
     lengths = [length for length in tried if 0 < length < limit]
     fitting = next((length for length in reversed(lengths) if fits(needed(length), free)), None)
@@ -293,7 +294,7 @@ def longest_fitting(needed: Callable[[int], dict[str, int]], free: dict[str, int
 
 
 def _counted(prompts: Prompts) -> Counter[PromptSize]:
-    """How many prompts there are of each size."""
+    """Count the prompts of each size."""
     counted: Counter[PromptSize] = Counter()
     for size, number in (prompts if isinstance(prompts, Mapping) else Counter(prompts)).items():
         counted[size if isinstance(size, PromptSize) else PromptSize(size)] += number

@@ -1,4 +1,4 @@
-"""What a run takes of each pool of memory."""
+"""The bytes that a run needs of each pool of memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvcli.capacity.workspace import Workspace
 from kvcli.memory.tiers import Footprint
 from kvcli.models.devices import Place, Placement
 
-# Bytes that the runtime itself holds beside our tensors (allocator slack, thread stacks, a CUDA context).
+# Bytes that the runtime itself holds in addition to tensors (allocator slack, thread stacks, a CUDA context).
 RUNTIME_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of a run: `weights`, `kv` of all sequences by tier, and what the longest `prefill` holds beside them.
+    """Bytes of a run: `weights`, `kv` of all sequences by tier, and the workspace of the longest `prefill`.
 
-    `states` of `kv` are what layers keep in a fixed size.
+    `states` is the part of `kv` that layers keep in a fixed size.
     """
 
     weights: int
@@ -28,11 +28,11 @@ class Need:
 
     @property
     def workspace(self) -> int:
-        """Bytes of the prefill on the device, and on each of several: all that is not a layer's own passes through."""
+        """Bytes of the prefill on the device, or on each of several, as everything but a layer's own passes all."""
         return self.prefill.on_device
 
     def on(self, place: Place) -> dict[str, int]:
-        """Give the total by pool of memory; on a CPU both tiers are host memory, of several GPUs each is a pool."""
+        """Return the total by pool of memory; on a CPU both tiers are host memory, and each GPU is a pool."""
         held, beside = by_pool(self.kv, place), self.workspace + RUNTIME_BYTES
         if place.type != "cuda":
             return {"host": held["host"] + self.weights + beside}
@@ -44,14 +44,14 @@ class Need:
 
 
 def weights_by_pool(weights: int, place: Place) -> dict[str, int]:
-    """Give the bytes of a model's weights by pool of memory; 0 where they are there already."""
+    """Return the bytes of a model's weights by pool of memory; 0 if they are loaded already."""
     if isinstance(place, Placement) and place.type == "cuda":
         return {name: place.weights(device) if weights else 0 for name, device in devices_of(place).items()}
     return {"device" if place.type == "cuda" else "host": weights}
 
 
 def by_pool(kv: Footprint, place: Place) -> dict[str, int]:
-    """Give the bytes of KV by pool of memory."""
+    """Return the bytes of KV by pool of memory."""
     if place.type != "cuda":
         return {"host": kv.device + kv.host}
     devices = devices_of(place)
@@ -60,7 +60,7 @@ def by_pool(kv: Footprint, place: Place) -> dict[str, int]:
 
 
 def devices_of(place: Place) -> dict[str, torch.device]:
-    """Name the pools of memory that are a GPU's; the host's is called host."""
+    """Name the pools of memory that belong to GPUs; the host's is called host."""
     if place.type != "cuda":
         return {}
     if isinstance(place, Placement):

@@ -1,4 +1,4 @@
-"""How the steps of a run can go on a machine; found out before the weights are read."""
+"""Choose how the steps of a run go on a machine, before the weights are read."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _IN_PHASES = {
     "--trace": "looks into the phases of a step",
     "--kv-disk": "has pages in files, which no CUDA graph reads",
 }
-"""Options for which steps are blocking, and why; a disk is one on a GPU alone."""
+"""Options that make steps blocking, and why; a disk does so only on a GPU."""
 
 
 def choose(
@@ -23,10 +23,10 @@ def choose(
 ) -> Pipeline:
     """Choose how steps run, `wanted` being a pipeline or "auto".
 
-    `watching` are those options of `_IN_PHASES` that were given; `kept` steps are taken down by --checkpoint.
+    `watching` are those options of `_IN_PHASES` that were given; --checkpoint records steps that are `kept`.
 
     Raises:
-        KvcliError: what is wanted cannot do what else is (usage).
+        KvcliError: options contradict each other (usage).
     """
     if {"--audit", "--lossless"} <= {*watching}:
         raise usage_error("--lossless writes the text of full attention, which --audit compares with", "leave one out")
@@ -44,7 +44,7 @@ def choose(
 
 
 def _obstacle(profile: Profile, checkpoint: Checkpoint, watching: str | None, kept: bool) -> str | None:
-    """Say why steps can be nothing but blocking, if so."""
+    """Return the reason why steps can only be blocking, if there is one."""
     if watching is not None:
         return f"{watching} {_IN_PHASES[watching]}"
     form = checkpoint.geometry.form

@@ -1,11 +1,11 @@
-"""The roofline of a decode step: the bytes and the operations that it needs, over the measured rates of the machine.
+"""The roofline of a decode step: the bytes and operations that it needs, over the measured rates of the machine.
 
 The work follows from the model's shapes and from the traffic that a method's caches state (`LayerCache.traffic`).
 Divided by the rates it is the least time of a step whose phases run one after another, because each phase needs the
-result of the one before it; only transfers over the bus can overlap with all else. What an implementation adds (copies
-to gather pages, kernel launches, Python) is not counted: a profile shows it as the distance from the roofline.
+result of the one before it; only transfers over the bus can overlap with the rest. The overhead of an implementation
+(copies to gather pages, kernel launches, Python) is not counted: a profile shows it as the distance from the roofline.
 
-Rates are measured anew for every report, because a shared machine changes from day to day, and beside every run of a
+Rates are measured anew for every report, because a shared machine changes from day to day, and for every run of a
 profile on a CPU, because its memory is shared from minute to minute.
 """
 
@@ -45,9 +45,9 @@ PHASES = (
 )
 """The phases of a step, in the order in which they are shown.
 
-`projections` are the linear layers of attention and the model's head, `mlp` is all else that the layers compute, with
-the states that some keep.
-`correction`, which compares two queries, and `host`, the time that no other phase claims, move nothing.
+`projections` are the linear layers of attention and the model's head; `mlp` is everything else that the layers compute,
+with the states that some keep. `correction`, which compares two queries, and `host`, the time that no other phase
+claims, move nothing.
 """
 
 
@@ -66,7 +66,7 @@ class Rate:
 
     @classmethod
     def over(cls, rates: Sequence[Rate]) -> Rate:
-        """Summarise what was measured at several times."""
+        """Summarise measurements from several moments."""
         return cls(
             statistics.median(rate.median for rate in rates),
             min(rate.least for rate in rates),
@@ -83,8 +83,9 @@ class Rate:
 class MachineRates:
     """Rates of one device in bytes a second, of `matmul` in operations a second (a multiply-add is two).
 
-    `read` is reading device memory; `copy` counts the bytes that are read and as many again are written. `to_device`
-    and `to_host` are copies from and to pinned host memory; on a CPU, where both tiers are one memory, they are `copy`.
+    `read` is reading device memory; `copy` counts the bytes that are read, and as many again are written. `to_device`
+    and `to_host` are copies from and to pinned host memory; on a CPU, where both tiers are one memory, they equal
+    `copy`.
     """
 
     read: Rate
@@ -95,19 +96,20 @@ class MachineRates:
 
     @classmethod
     def over(cls, measured: Sequence[MachineRates]) -> MachineRates:
-        """Summarise what was measured at several times."""
+        """Summarise measurements from several moments."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: Rate.over([getattr(each, name) for each in measured]) for name in names})
 
     def as_dict(self) -> dict[str, Any]:
-        """Give plain data for the reports."""
+        """Return plain data for the reports."""
         return asdict(self)
 
 
 class RatesOverTime:
-    """The rates of a machine during a report; `all` that were measured, in order.
+    """The rates of a machine during a report; `all` has every measurement, in order.
 
-    Those of a CPU, whose memory others share, are measured again and again, those of a GPU before caches take its room.
+    A CPU's rates are measured again and again, because others share its memory; a GPU's once, before caches take its
+    room.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -117,7 +119,7 @@ class RatesOverTime:
         self._since = time.monotonic()
 
     def now(self) -> MachineRates:
-        """Give the last rates, of the last `OLD` seconds at most on a CPU."""
+        """Return the latest rates, on a CPU at most `OLD` seconds old."""
         if self.device.type == "cpu" and time.monotonic() - self._since > OLD:
             self.all.append(measure_rates(self.device, self.dtype))
             self._since = time.monotonic()
@@ -142,7 +144,7 @@ class Work:
         )
 
     def seconds(self, rates: MachineRates) -> float:
-        """Give the least time of this work: memory, bus and arithmetic overlap, and the slowest of them decides."""
+        """Return the least time of this work: memory, bus and arithmetic overlap, and the slowest of them decides."""
         return max(
             self.read / rates.read.median,
             self.to_device / rates.to_device.median,
@@ -152,10 +154,10 @@ class Work:
 
 
 def least_seconds(work: Mapping[str, Work], rates: MachineRates, overlapped: bool) -> float:
-    """Give the least time of a step from its work by phase.
+    """Return the least time of a step from its work by phase.
 
-    `overlapped` is True where a bus lies between host and device memory, so that transfers can run beside the phases.
-    Elsewhere both tiers are one memory, and a transfer takes its time there.
+    `overlapped` is True if a bus lies between host and device memory, so that transfers can overlap with the phases.
+    Otherwise both tiers are one memory, and a transfer takes its time there.
     """
     if not overlapped:
         return sum(part.seconds(rates) for part in work.values())
@@ -165,11 +167,10 @@ def least_seconds(work: Mapping[str, Work], rates: MachineRates, overlapped: boo
 
 
 def equivalent_bandwidth(work: Mapping[str, Work], kv_bytes: int, rates: MachineRates) -> float | None:
-    """Give the rate, in bytes a second, at which full attention would read all KV in the time that a method takes.
+    """Return the rate, in bytes a second, at which full attention would read all KV in a method's time.
 
-    `kv_bytes` is all KV. The method reads what it scores and attends to on the device, and brings what it recalls over
-    the bus, one after another; what is computed meanwhile is not counted (arXiv 2410.21465, section 4.2). None where it
-    reads nothing.
+    `kv_bytes` is all KV. The method reads what it scores and attends to on the device, and recalls pages over the bus,
+    one after another; computation meanwhile is not counted (arXiv 2410.21465, section 4.2). None if it reads nothing.
     """
     read = sum(work[phase].read for phase in ("score", "attention"))
     seconds = read / rates.read.median + work["recall"].to_device / rates.to_device.median
@@ -179,11 +180,11 @@ def equivalent_bandwidth(work: Mapping[str, Work], kv_bytes: int, rates: Machine
 def step_work(
     geometry: ModelGeometry, itemsize: int, sequences: Sequence[tuple[AnyMethod, int]], miss_rate: float = 1.0
 ) -> dict[str, Work]:
-    """Give the work of one decode step by phase.
+    """Return the work of one decode step by phase.
 
-    `sequences` has the method object of each sequence, which may be on the meta device, with its length in tokens, the
-    new one included. `itemsize` is that of weights and KV in bytes; `miss_rate` is the part of the selected KV that has
-    to be recalled.
+    `sequences` has the method object of each sequence, which may be on the meta device, with its length in tokens,
+    including the new one. `itemsize` is that of weights and KV in bytes; `miss_rate` is the part of the selected KV
+    that has to be recalled.
     """
     batch, parts = len(sequences), geometry.parts
     work = dict.fromkeys(PHASES, Work())
@@ -204,10 +205,10 @@ def step_work(
 
 
 def layer_work(traffic: Traffic, group: int, itemsize: int, miss_rate: float = 1.0) -> dict[str, Work]:
-    """Give the work of a step on the KV of one layer of one sequence; `group` query heads share a KV head.
+    """Return the work of a step on the KV of one layer of one sequence; `group` query heads share a KV head.
 
-    Every number attended to is multiplied and added once for each query head of its group. Scoring is counted in bytes
-    alone, because its arithmetic differs from method to method.
+    Every number attended to is multiplied and added once for each query head of its group. Scoring is counted only in
+    bytes, because its arithmetic differs from method to method.
     """
     return {
         "attention": Work(read=traffic.attended, operations=2 * group * traffic.attended // itemsize),
@@ -248,7 +249,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> MachineRates:
 
 
 def rate_rows(rates: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Give the medians of `MachineRates.as_dict` as labels with their values."""
+    """Format the medians of `MachineRates.as_dict` as labels with their values."""
     labels = {"read": "memory read", "copy": "memory copy", "to_device": "host to device", "to_host": "device to host"}
     rows = [(label, f"{rates[name]['median'] / 1e9:,.1f} GB/s") for name, label in labels.items()]
     return [*rows, ("matrix products", f"{rates['matmul']['median'] / 1e12:,.3f} TFLOP/s")]
@@ -260,7 +261,7 @@ def timed(
     repeats: int = REPEATS,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Time `run` so often, after one run that is not counted; `before` precedes each of them and is not timed.
+    """Time `repeats` runs, after one run that is not counted; `before` precedes each of them and is not timed.
 
     Returns seconds; the device has finished when the clock stops.
     """

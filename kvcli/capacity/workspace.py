@@ -1,4 +1,4 @@
-"""What the prefill holds beside weights and caches, term by term: an estimate of the largest tensors at one time."""
+"""The workspace of the prefill, in addition to weights and caches: an estimate of the largest tensors at one time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes by what they are, on the `device` and in `host` memory beside one.
+    """Bytes of each term, on the `device` and in the `host` memory of a GPU.
 
-    Meanwhile so many bytes of the caches on the device are `away`, which wait in host memory. When the prompts are read
-    so many bytes of them are `stacked`: a layer of a batch is there twice, as it was and side by side.
+    Meanwhile `away` bytes of the caches on the device wait in host memory. After the prompts are read `stacked` bytes
+    are needed twice: a layer of a batch exists in its old and its stacked form.
     """
 
     device: Mapping[str, int]
@@ -31,7 +31,7 @@ class Workspace:
 
     @property
     def on_device(self) -> int:
-        """Bytes on the device beside caches that are all there: as decoding begins, the rotary tables at least."""
+        """Bytes on the device in addition to complete caches: when decoding begins, at least the rotary tables."""
         return max(sum(self.device.values()) - self.away, self.device.get("rotary tables", 0) + self.stacked)
 
     @property
@@ -50,14 +50,14 @@ class Workspace:
         itemsize: int,
         method: AnyMethod | None = None,
     ) -> Workspace:
-        """Find the terms for a prompt of `length` tokens, by windows of so many through all layers where one is given.
+        """Find the terms for a prompt of `length` tokens; with a `window`, windows of that size pass all layers.
 
-        As long as the prompt are a layer's KV in each buffer and the rotary tables (cosines, sines). As long as all
-        that is read `together` are the tokens, their positions, and the hidden states, which layers write over; on a
-        GPU these are in host memory beyond a size, and so many chunks of them on the device. As long as a chunk are the
-        intermediates of a layer, and what is looked up in the tables. By windows, only the tables are as long as the
-        prompt. Of a `method`, what it holds of other layers waits in host memory where hidden states lie there, and
-        layers whose cache lends its rows to a prompt that is alone need no buffer.
+        The KV of a layer in each buffer and the rotary tables (cosines, sines) are as long as the prompt. Tokens,
+        positions and hidden states, which layers overwrite, are as long as everything that is read `together`; on a
+        GPU, hidden states beyond a size are in host memory, with a few chunks on the device. The intermediates of a
+        layer and the angles looked up in the tables are as long as a chunk. By windows, only the tables are as long as
+        the prompt. With a `method`, what it holds for other layers waits in host memory if hidden states do, and layers
+        whose cache lends its rows to a prompt that is alone need no buffer.
         """
         layer = max(geometry.layers, key=lambda layer: layer.token_size)
         alone = together == length
@@ -78,13 +78,13 @@ class Workspace:
         if window is None and method is not None and streamed(geometry, length, itemsize, device):
             waiting = sum(nbytes(*each.waiting()) for each in method.waiting)
             present = [nbytes(*each.waiting()) if waiting else 0 for each in method.caches]
-            # A layer's own is there beside the buffers, which are there from the first layer on that needs one.
+            # A layer's own is there in addition to the buffers, which exist from the first layer on that needs one.
             beside = max(size + (buffers if any(needs[: at + 1]) else 0) for at, size in enumerate(present))
             away = waiting + buffers - beside
             host |= {"KV that waits for the device": sum(present)} if waiting else {}
         narrow, wide = (itemsize * chunk * size for size in (geometry.hidden_size, geometry.intermediate_size))
         attention = 4 * itemsize * chunk * layer.num_heads * layer.head_dim + 2 * narrow
-        mlp = 3 * (wide + narrow)  # gate, up and their product; the residual, and what goes in and comes out
+        mlp = 3 * (wide + narrow)  # gate, up and their product; the residual, and the input and the output
         in_attention = buffers + max(attention, mlp)
         most = max([in_attention, *_with_state(geometry, chunk, length, itemsize, buffers)])
         terms = {
@@ -98,16 +98,16 @@ class Workspace:
             matrix = geometry.hidden_size * geometry.intermediate_size
             product = 2 * (wide + narrow) + geometry.form.beside(matrix, wide // itemsize, device, itemsize)
             terms["a weight made wide"] = max(0, product - max(attention, mlp))
-        if method is not None and method.wants_logits:  # when a layer's tensors are gone
+        if method is not None and method.wants_logits:  # after a layer's tensors are freed
             logits = itemsize * chunk * geometry.vocab_size
             terms["logits of a window"] = max(0, logits - terms["a chunk in a layer"])
         return cls(terms, host, away)
 
 
 def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int, buffers: int) -> Iterator[int]:
-    """Bytes within each layer that keeps a state, those of its own input beside it: the layer's, and normalised.
+    """Yield the bytes within each layer that keeps a state, including its input: the layer's own, and normalised.
 
-    The buffers of KV are there from the first layer on that attends.
+    The buffers of KV exist from the first layer on that attends.
     """
     states, attended = iter(geometry.states), False
     for layer in geometry.decoder:

@@ -1,4 +1,4 @@
-"""The command line, one module a command."""
+"""The command line, one module per command."""
 
 import atexit
 import gc
@@ -10,8 +10,8 @@ from kvcli.cli.process import end_at_once
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
-    # Importing torch and transformers makes half a million objects, which stay. At Python's own thresholds all of them
-    # are looked through for garbage again and again, which is a sixth of the start.
+    # Importing torch and transformers creates half a million objects that stay. At Python's own thresholds the garbage
+    # collector looks through all of them again and again, which takes a sixth of the start.
     gc.set_threshold(10_000, 20, 100)
     ended: list[int] = []
     # Functions registered first run last: everything that the libraries register has run by then.
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _leave(ended: list[int]) -> None:
-    """End without taking the interpreter apart, which costs a second or more once torch is loaded."""
+    """End without tearing down the interpreter, which takes a second or more once torch is loaded."""
     if ended and "torch" in sys.modules:
         sys.stderr.flush()
         os._exit(ended[0])

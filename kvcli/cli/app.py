@@ -1,4 +1,4 @@
-"""The commands put together."""
+"""The application, made of all commands."""
 
 import os
 import sys
@@ -59,7 +59,7 @@ def root(
 
 
 def _warn_of_unknown_variables(context: typer.Context) -> None:
-    """Say on stderr which variables set nothing, unless -q is given: a mistyped name would be silent otherwise."""
+    """Warn on stderr of variables that set nothing, unless -q is given: a mistyped name would be silent otherwise."""
     names = sorted(name for name in os.environ if name.startswith("KVCLI_"))
     if not names or {"-q", "--quiet"} & set(sys.argv):
         return
@@ -72,7 +72,7 @@ def _warn_of_unknown_variables(context: typer.Context) -> None:
 
 
 def _parameters(command: Any) -> Iterator[Any]:
-    """The parameters of a command, or of all commands of a group."""
+    """Yield the parameters of a command, or of all commands of a group."""
     yield from command.params
     for one in getattr(command, "commands", {}).values():
         yield from _parameters(one)

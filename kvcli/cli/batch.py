@@ -31,7 +31,7 @@ _ROWS, _MACHINES = options.Panel("Rows"), options.Panel("Machines")
 
 
 class _WithDefault(TyperGroup):
-    """A group of commands, the first of which is meant where none is named."""
+    """A group of commands, the first of which is the default."""
 
     @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -40,7 +40,7 @@ class _WithDefault(TyperGroup):
 
 
 def share(text: object) -> float:
-    """Read a part of a whole: above 0, at most 1."""
+    """Read a share: above 0, at most 1."""
     if (value := options.positive(text)) > 1:
         raise ValueError(f"{text} is above 1")
     return value
@@ -48,7 +48,7 @@ def share(text: object) -> float:
 
 @options.group
 class Files:
-    """Where rows come from, where results go, and the question of rows that have none."""
+    """The sources of rows, the place of results, and the question for rows that have none."""
 
     source: str = options.argument(
         ..., "IN", "A file of rows (.jsonl, .jsonl.gz, .jsonl.zst; - is standard input) or a folder of documents."
@@ -63,7 +63,7 @@ class Files:
 
 @options.group
 class Rows:
-    """Which rows are done, and how many together."""
+    """The rows to do, and how many together."""
 
     validate_only: bool = _ROWS.flag("--validate-only", "Check all rows, list what is wrong with them, and end.")
     overwrite: bool = _ROWS.flag("--overwrite", "Do rows again whose text or options changed, instead of refusing OUT.")
@@ -88,7 +88,7 @@ class Rows:
 
 @options.group
 class Machines:
-    """Who else does rows."""
+    """Other workers and machines that do rows."""
 
     shard: str | None = _MACHINES(
         None,
@@ -109,7 +109,7 @@ class Machines:
 
 @options.group
 class Watched(options.Output):
-    """How a run is watched, also from elsewhere."""
+    """How to watch a run, even from elsewhere."""
 
     log_json: bool = options.OUTPUT.flag("--log-json", "A line of JSON a minute on stderr, instead of the display.")
     metrics_port: int | None = options.OUTPUT(
@@ -206,7 +206,7 @@ def _run(
     cluster: Cluster | None,
     shown: Watched,
 ) -> int:
-    """Run a batch with those that watch it; returns the exit code."""
+    """Run a batch with its displays and metrics; return the exit code."""
     from kvcli.batch.on_ray import run_on_ray
     from kvcli.batch.run import run as run_batch
     from kvcli.batch.tally import Tally
@@ -231,7 +231,7 @@ def _run(
 
 @contextmanager
 def _watched(tally: Tally, display: BatchDisplay, shown: Watched) -> Iterator[None]:
-    """Within, show how a batch gets on: on the terminal or as lines of JSON, and to Prometheus."""
+    """Show the progress of a batch within this context: on the terminal or as lines of JSON, and to Prometheus."""
     from kvcli.batch.tally import Regularly, json_log
 
     tally.watchers.append(Regularly(60, json_log(sys.stderr)) if shown.log_json else Regularly(0.2, display.show))
@@ -292,7 +292,7 @@ def status(
     results: Results,
     shown: Annotated[options.Output, options.Some("json debug")],
 ) -> None:
-    """Show how a batch gets on, from another terminal.
+    """Show the progress of a batch, from another terminal.
 
     kvcli batch status answers.jsonl
 

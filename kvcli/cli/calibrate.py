@@ -1,4 +1,4 @@
-"""`kvcli calibrate`: the settings that keep a method close to full attention on a model and a kind of text."""
+"""`kvcli calibrate`: find the settings that keep a method close to full attention on a model and a kind of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEXT, _METHOD = options.Panel("Text"), options.Panel("Method")
 
 @options.group
 class Text:
-    """What is to be found, and on which text."""
+    """The target of a calibration, and its text."""
 
     target: str = options.argument(
         ..., "TARGET", "What to find: a value (tau, rank, budget, threshold) or a file (heads, gates, skew, pca)."
@@ -37,7 +37,7 @@ class Text:
 
 @options.group
 class Wanted:
-    """The method, what is tried of its settings, and how close it has to stay."""
+    """The method, the settings to try, and how close it has to stay."""
 
     method: str | None = _METHOD(None, "--method", "NAME", "Method; by default the target's own.")
     profile: str | None = _METHOD(None, "--profile", "NAME|FILE.toml", "Settings that are not calibrated.")
@@ -72,11 +72,11 @@ def calibrate(
 
     kvcli calibrate tau --method freekv -m DIR book.txt -o mine.toml
 
-    Every value is measured beside full attention on the same text. The cheapest one
+    Every value is compared with full attention on the same text. The cheapest one
     whose loss stays within --max-loss is chosen and becomes a profile for --profile.
     For tau and rank that is the loss added to their closest value, since neither
-    makes up for a small budget; the loss from full attention is shown beside it.
-    heads, gates, skew and pca are found once for a model and saved beside such a profile.
+    makes up for a small budget; the loss from full attention is shown next to it.
+    heads, gates, skew and pca are found once for a model and saved next to such a profile.
 
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
     memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
@@ -139,12 +139,12 @@ def calibrate(
 
 
 def _companion(output: Path) -> Path:
-    """The file of tensors that a profile names, beside it."""
+    """Return the file of tensors next to a profile, which names it."""
     return output.with_suffix(".safetensors")
 
 
 def _check_companion(path: Path) -> None:
-    """Refuse to put tensors over a file that an earlier calibration did not write, such as a checkpoint's weights."""
+    """Refuse to overwrite a file that no calibration wrote, such as a checkpoint's weights, with tensors."""
     from kvcli.quality.calibrate.tensors import is_ours
 
     if path.exists() and not is_ours(path):

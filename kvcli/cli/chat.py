@@ -1,4 +1,4 @@
-"""`kvcli chat`: documents are read once and talked about."""
+"""`kvcli chat`: read documents once and talk about them."""
 
 from __future__ import annotations
 
@@ -120,15 +120,15 @@ def chat(
 
 
 class Session:
-    """Takes lines, each a question or a command, and shows what comes of them; `silent` leaves stdout alone."""
+    """Takes lines, each a question or a command, and shows the results; `silent` leaves stdout alone."""
 
     def __init__(self, dialogue: Dialogue, console: Any, verbose: bool = False, silent: bool = False):
         self.dialogue, self.console, self.verbose, self.silent = dialogue, console, verbose, silent
-        self.budget: str | None = None  # what /budget was given last
+        self.budget: str | None = None  # the last value of /budget
         self.code = ExitCode.OK
 
     def run(self, lines: Iterable[str]) -> ExitCode:
-        """Take all lines; returns the exit code of the last question."""
+        """Take all lines; return the exit code of the last question."""
         from kvcli.ui.console import print_error
 
         for line in lines:
@@ -185,7 +185,7 @@ class Session:
             sys.stdout.flush()
 
     def _method(self, name: str) -> None:
-        """Take another method; what /budget was given last goes along."""
+        """Take another method, with the last value of /budget."""
         from kvcli.inputs.profiles import known_settings
 
         if not name:
@@ -224,7 +224,7 @@ class Session:
 
 
 def _documents(asked: options.Input, kv: Path | None) -> str:
-    """All documents as one text, a blank line between two; without files, the one that was saved.
+    """Join all documents into one text, with a blank line between two; without files, return the saved one.
 
     Raises:
         KvcliError: one cannot be read.
@@ -242,7 +242,7 @@ def _documents(asked: options.Input, kv: Path | None) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of standard input; on a terminal with a prompt, history and editing. Ctrl-C drops a line."""
+    """Yield lines of standard input; on a terminal with a prompt, history and editing. Ctrl-C drops a line."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
@@ -260,7 +260,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _ctrl_c_stops_answers() -> Iterator[None]:
-    """Within, Ctrl-C raises `AnswerStopped`; other signals end the session as everywhere."""
+    """Raise `AnswerStopped` on Ctrl-C within this context; other signals end the session as everywhere."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
         raise AnswerStopped

@@ -1,4 +1,4 @@
-"""How commands take options: groups of `kvcli.inputs.options` as Typer has them, and what is made of their values."""
+"""Turn groups of `kvcli.inputs.options` into Typer options, and their values back into groups."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ T = TypeVar("T")
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Let a function of groups be a command: each group's options stand in its place, in the order of its parameters.
+    """Make a command of a function whose parameters are groups: each group is replaced by its options, in order.
 
-    `Some` beside a group picks options of it. A group that may be None is None without the option that it needs.
+    `Annotated[group, Some(...)]` picks options of the group. A group that may be None is None unless the option that it
+    requires is given.
     """
     groups: dict[str, tuple[type, list[Option]]] = {}
     parameters, hints = [], {}
@@ -73,7 +74,7 @@ def _flowing(text: str) -> str:
 
 
 def _in_typer(option: Option, optional: bool) -> tuple[Any, Any]:
-    """Give the default and the annotation of an option."""
+    """Return the default and the annotation of an option."""
     kind, default = option.type, option.default
     if default is ...:
         default, kind = (None, kind | None) if optional else (inspect.Parameter.empty, kind)
@@ -102,7 +103,7 @@ def _in_typer(option: Option, optional: bool) -> tuple[Any, Any]:
 
 
 def _require_text(values: Mapping[str, Any]) -> None:
-    """Refuse what is no UTF-8 text: Python keeps other bytes of a command line as lone surrogates.
+    """Refuse values that are not UTF-8 text: Python keeps other bytes of a command line as lone surrogates.
 
     Raises:
         KvcliError: names the option of such a value (usage).
@@ -115,7 +116,7 @@ def _require_text(values: Mapping[str, Any]) -> None:
 
 
 def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:
-    """Read what --set was given, or another option `name`: KEY=VALUE, the last of a key counts."""
+    """Parse KEY=VALUE assignments given to --set, or to the option `name`; the last value of a key wins."""
     values: dict[str, str] = {}
     for assignment in settings:
         key, equals, value = assignment.partition("=")
@@ -126,12 +127,12 @@ def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:
 
 
 def names(text: str | None, name: str) -> list[str]:
-    """Split a comma-separated list; `name` is the option it was given to."""
+    """Split a comma-separated list given to the option `name`."""
     return each(text, name, str)
 
 
 def each(text: str | None, name: str, read: Callable[[str], T]) -> list[T]:
-    """Read the entries of a comma-separated list, at least one where the option is given."""
+    """Read the entries of a comma-separated list given to the option `name`; a list that is given has at least one."""
     if text is None:
         return []
     entries = [entry.strip() for entry in text.split(",")]
@@ -144,12 +145,12 @@ def each(text: str | None, name: str, read: Callable[[str], T]) -> list[T]:
 
 
 def distinct(text: str | None, name: str) -> list[int]:
-    """Read a comma-separated list of counts, each of them once."""
+    """Read a comma-separated list of counts and drop duplicates."""
     return list(dict.fromkeys(each(text, name, positive_count)))
 
 
 def compared(chosen: Compared) -> list[Variant]:
-    """Resolve the methods and profiles that are set side by side: full and freekv where none is named."""
+    """Resolve the methods and profiles to compare; without any, full and freekv."""
     from kvcli.inputs.variants import variants
 
     methods, profiles = names(chosen.method, "--method"), names(chosen.profile, "--profile")
@@ -159,20 +160,20 @@ def compared(chosen: Compared) -> list[Variant]:
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """Those of `names` that the command line itself sets (not the environment, not a default)."""
+    """Return those of `names` that the command line itself sets (neither the environment nor a default)."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def by_precedence(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that are set at all, those of the environment first, so that the command line's come to lie on top."""
+    """Return the values that are set, those of the environment first, so that the command line's override them."""
     present = {name: value for name, value in values.items() if value is not None}
     from_command_line = set(given(context, present))
     return {name: present[name] for name in sorted(present, key=lambda name: name in from_command_line)}
 
 
 def profile_of(context: typer.Context, chosen: MethodOptions) -> Profile:
-    """Resolve method, profile and settings; what the command line says counts more than the environment."""
+    """Resolve method, profile and settings; the command line takes precedence over the environment."""
     from kvcli.inputs.profiles import known_settings, resolve_profile
 
     named = by_precedence(context, {"method": chosen.method, "profile": chosen.profile})
@@ -195,7 +196,7 @@ def profile_of(context: typer.Context, chosen: MethodOptions) -> Profile:
 def read_entries(given: Input, kv: Path | None) -> list[Prompt | FailedPrompt]:
     """Read documents and questions, and ask every question on every document.
 
-    Without files, what the directory `kv` is of is the document; without that, the questions stand alone.
+    Without files, the document saved in the directory `kv` is used; without that, the questions stand alone.
 
     Raises:
         KvcliError: something cannot be read, or there is nothing to read (usage).
@@ -217,10 +218,12 @@ def read_entries(given: Input, kv: Path | None) -> list[Prompt | FailedPrompt]:
 
 
 def template_of(context: typer.Context, asked: Template, kv: Path | None, settled: bool = False) -> Template:
-    """Give how prompts become conversations: as asked, or as those of the directory `kv` where nothing is `settled`.
+    """Return the template as asked, or the one saved in the directory `kv` if the command line sets no option of it.
+
+    `settled` keeps the template as asked.
 
     Raises:
-        KvcliError: `kv` is no directory of saved KV (usage).
+        KvcliError: `kv` is not a directory of saved KV (usage).
     """
     if kv is None or settled or given(context, ["system", "raw", "chat_template_kwargs"]):
         return asked
@@ -232,7 +235,7 @@ def template_of(context: typer.Context, asked: Template, kv: Path | None, settle
 
 
 def hush_libraries(verbose: bool) -> None:
-    """Keep the libraries' own warnings and bars off stderr, unless asked; to be called before they are imported."""
+    """Keep warnings and progress bars of libraries off stderr unless `verbose`; call this before importing them."""
     if verbose:
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""`kvcli doctor`: whether this machine is ready, and what to do where it is not."""
+"""`kvcli doctor`: check whether this machine is ready, and say what to do if it is not."""
 
 import json
 from dataclasses import asdict
@@ -39,11 +39,11 @@ def doctor(
 
     kvcli doctor -m qwen3-next-80b-a3b
 
-    Every problem comes with what to do about it. With -m it says of a model whether kvcli
-    runs it, and which of its layers retrieve, from its config alone.
+    Every problem comes with its remedy. With -m, tells from a model's config alone
+    whether kvcli runs it, and which of its layers retrieve.
 
-    Exit codes: 0 kvcli can be used, with the model where there is one; 1 something that it
-    needs is broken, or the model is none that it runs; 2 usage, 130 interrupted, 141 stdout
+    Exit codes: 0 kvcli can be used, with the model if one is given; 1 something that it
+    needs is broken, or it does not run the model; 2 usage, 130 interrupted, 141 stdout
     was closed.
     """
     check_outputs({"-o": output.output})

@@ -1,4 +1,4 @@
-"""`kvcli eval`: how good the answers of methods are, and what they cost, as one table."""
+"""`kvcli eval`: score the answers of methods, and show their cost, as one table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TASKS = options.Panel("Tasks")
 
 @options.group
 class Tasks:
-    """What is asked."""
+    """The tasks."""
 
     tasks: str = _TASKS(
         ...,
@@ -42,7 +42,7 @@ class Tasks:
 
 @options.group
 class Longest:
-    """The length of an answer, which tasks have of their own."""
+    """The length of an answer, for which tasks have defaults of their own."""
 
     max_tokens: int | None = options.SAMPLING(
         None, "--max-tokens", "TOKENS", "Longest answer; the task's own by default.", options.positive_count, show=False
@@ -162,7 +162,7 @@ def evaluate(
 
 
 def _text(table: EvaluationTable, to_file: bool) -> str:
-    """The table for people; the needle grid's heat maps below it."""
+    """Format the table for people, with the needle grid's heat maps below it."""
     from kvcli.quality.eval.layout import heat_maps, tables
     from kvcli.ui import console
 

@@ -1,4 +1,4 @@
-"""`kvcli generate`: documents and a question in, text out; with --turns a conversation, with --resume what was kept."""
+"""`kvcli generate`: text from documents and questions; --turns holds a conversation, --resume continues a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_RESUME = {"resume", "every", "model", "output", "trace", "json", "quiet", 
 
 @options.group
 class Resume:
-    """A run that goes on."""
+    """A run to continue."""
 
     directory: Path | None = options.GOING_ON(
         None, "--resume", "DIR", "Go on with a run; prompts, model, method and sampling are those it has."
@@ -114,10 +114,10 @@ def generate(
 
 
 def _take_turns(spec: ModelSpec, request: GenerationRequest, show: Presentation) -> Report:
-    """Ask one question after the other, each after the answer to the one before; Ctrl-C ends with what was said.
+    """Ask the questions in turn, each after the previous answer; Ctrl-C ends the conversation and keeps what was said.
 
     Raises:
-        KvcliError: the model cannot be loaded, the conversation will not fit, an answer failed.
+        KvcliError: the model cannot be loaded, the conversation will not fit, or an answer failed.
     """
     from kvcli.chat import Dialogue
     from kvcli.models.loading import open_checkpoint
@@ -146,10 +146,11 @@ def _go_on(
     tracing: options.Tracing,
     output: options.Output,
 ) -> ExitCode:
-    """Go on with the run in `directory`; the text comes from its beginning.
+    """Continue the run in `directory` and show its text from the beginning.
 
     Raises:
-        KvcliError: an option says what the run has settled already (usage); as `kvcli.generate.resume` does.
+        KvcliError: an option contradicts what the run has already settled (usage); otherwise as
+            `kvcli.generate.resume`.
     """
     if other := given(context, sorted(context.params.keys() - _WITH_RESUME)):
         names = {parameter.name: parameter for parameter in context.command.params}

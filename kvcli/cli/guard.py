@@ -1,4 +1,4 @@
-"""The end of every command: whatever happens becomes an exit code and, at most, two lines on stderr."""
+"""The end of every command: every outcome becomes an exit code and, at most, two lines on stderr."""
 
 import logging
 import os
@@ -16,10 +16,10 @@ from kvcli.cli.process import caught_signals, give_up_stdout, open_missing_strea
 from kvcli.errors import ExitCode, KvcliError, is_out_of_memory, usage_error
 from kvcli.ui.escape import visible
 
-# What a shell reports for a process ended by SIGPIPE, which Python ignores: the reader of our output went away.
+# The code that a shell reports for a process ended by SIGPIPE, which Python ignores: the reader of stdout went away.
 BROKEN_PIPE = 141
-# What transformers imports or weights are multiplied by, and the complaint of torch that one of them causes: what they
-# could do on other machines, and that inputs are rounded, once a product.
+# Packages that transformers imports or weights are multiplied by, and the part of torch that one of them makes
+# complain: they log what they could do on other machines, and, at each product, that inputs are rounded.
 _LOUD = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
@@ -37,7 +37,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
         os.environ.pop("COLUMNS", None)
     with caught_signals() as received:
         code = _run(app, arguments, debug, received)
-    # What a shell reports for a process that a signal ended.
+    # The code that a shell reports for a process that a signal ended.
     return 128 + received[0] if received and code == ExitCode.INTERRUPTED else code
 
 
@@ -59,13 +59,13 @@ def _run(app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequ
             sys.stderr.write(visible(traceback.format_exc()))
         return _show(_with_variable(as_kvcli_error(error), arguments))
     if code == ExitCode.INTERRUPTED and not isinstance(code, ExitCode):
-        # Ctrl-C that typer made an exit of: no command has said what became of it.
+        # Typer turned Ctrl-C into an exit: no command has reported it.
         return _show(as_kvcli_error(KeyboardInterrupt()))
     return int(code or 0)
 
 
 def as_kvcli_error(error: BaseException) -> KvcliError:
-    """Say any exception in kvcli's terms: what, hint and exit code."""
+    """Turn any exception into kvcli's terms: what, hint and exit code."""
     if isinstance(error, KvcliError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -114,7 +114,7 @@ def _usage(error: Any) -> KvcliError:
 
 
 def _nearest(error: Any) -> str | None:
-    """The known option or command nearest to the one that is not known."""
+    """Find the known option or command nearest to the unknown one."""
     context = getattr(error, "ctx", None)
     if context is None or not hasattr(error, "option_name"):
         return None
@@ -127,7 +127,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _with_variable(error: KvcliError, arguments: Sequence[str]) -> KvcliError:
-    """Name the variable that a refused value came from, where the command line does not give that option itself."""
+    """Name the variable that a refused value came from, if the command line does not give that option itself."""
     if error.exit_code != ExitCode.USAGE:
         return error
     for name, value in os.environ.items():

@@ -1,4 +1,4 @@
-"""`kvcli kv`: looking after a store of saved KV, and after single directories of it."""
+"""`kvcli kv`: look after a store of saved KV, and after single directories of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def list_entries(store: Store, output: Annotated[Output, Some("json debug")]) ->
 @kv.command()
 @command
 def show(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
-    """Show what entries are of, as JSON."""
+    """Show the model, document and sizes of entries, as JSON."""
     from kvcli.runtime.saved.manifest import read_manifest
 
     for folder in _folders(store, entries):
@@ -78,7 +78,7 @@ def show(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
 @kv.command()
 @command
 def check(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
-    """Read entries whole and hold them against their checksums; without names, all of a store.
+    """Read whole entries and verify their checksums; without names, all of a store.
 
     Exit codes: 0 all are as they were written, 1 some are damaged.
     """
@@ -101,7 +101,7 @@ def check(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
 @kv.command()
 @command
 def rm(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
-    """Remove entries; what another process is reading stays."""
+    """Remove entries; those that another process is reading stay."""
     from kvcli.runtime.saved.files import remove
     from kvcli.runtime.saved.manifest import MANIFEST
 
@@ -121,7 +121,7 @@ def prune(
     ],
     debug: Debug,  # noqa: ARG001
 ) -> None:
-    """Remove what was not used for longest, until a store has the size that --kv-cache-size names."""
+    """Remove the least recently used entries, until a store has the size that --kv-cache-size names."""
     if store.cache_bytes is None:
         raise usage_error("nothing says how much to leave", "for example --kv-cache-size 100GiB")
     removed = _store(store).prune(store.cache_bytes)
@@ -141,7 +141,7 @@ def _store(options: KVOptions) -> KVStore:
 
 
 def _folders(options: KVOptions, entries: Entries) -> list[Path]:
-    """Directories of the entries that are named."""
+    """Return the directories of the named entries."""
     if not entries.names:
         raise usage_error("no entry is named", "kvcli kv list shows their names")
     return [Path(name) if Path(name).is_dir() else _store(options).find_named(name).folder for name in entries.names]

@@ -1,4 +1,4 @@
-"""`kvcli methods`: what there is to choose from."""
+"""`kvcli methods`: list the methods, or show one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @group
 class Listed:
-    """What is to be listed."""
+    """What to list."""
 
     name: str | None = argument(None, "NAME", "Show the settings and profiles of this method.")
     paper: str | None = METHODS(None, "--paper", "NAME", "What a paper ran, with settings, tables and figures: freekv.")
@@ -26,7 +26,7 @@ class Listed:
 
 @group
 class Listing(Output):
-    """How the list is written, and where to."""
+    """The form of the list, and where to write it."""
 
     markdown: bool = OUTPUT.flag("--markdown", "The list as a Markdown table, for a README.")
 
@@ -70,7 +70,7 @@ def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str
 
 
 def _paper_text(name: str, as_json: bool, to_file: bool) -> str:
-    """What a paper ran: every method with what differs from its own settings, and where it is reported."""
+    """Describe a paper's runs: every method with the settings that differ from its own, and where it is reported."""
     from kvcli.inputs.variants import PREFIX, read_paper, variants
     from kvcli.ui import console, summary
 
@@ -87,7 +87,7 @@ def _paper_text(name: str, as_json: bool, to_file: bool) -> str:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """One method as data: its card, settings, ablations, and the profiles with what each of them sets.
+    """Return one method as data: its card, settings, ablations, and the profiles with their settings.
 
     Raises `KvcliError` (usage) for an unknown name.
     """
@@ -108,7 +108,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def markdown_table(cards: Mapping[str, Card]) -> str:
-    """The list as a Markdown table, with links to the papers on arXiv, and what its columns mean."""
+    """Format the list as a Markdown table, with links to the papers on arXiv, and the meaning of its columns."""
     from kvcli.methods.card import LEGEND
 
     heads = ("method", "what a step attends to", *LEGEND, "paper")
@@ -125,7 +125,7 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 
 def _setting(key: str, schema: dict[str, Any]) -> dict[str, Any]:
-    forms = schema.get("oneOf", [schema])  # several where a value can be one number or a list of them
+    forms = schema.get("oneOf", [schema])  # several if a value can be one number or a list of them
     bounds = forms[0]
     return {
         "name": key,

@@ -1,4 +1,4 @@
-"""Where results go: checked before the work, also against the files that are read, and written whole or reported."""
+"""Outputs of commands: checked before the work, also against the inputs, and written whole or reported."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str] = ()) -> None:
-    """Refuse outputs that cannot be written, or that are files which the run reads, before any work is done.
+    """Refuse outputs that cannot be written, or that the run reads, before any work is done.
 
-    `outputs` are the files by option, None where the option is not given; a command that has -o and is not given it
-    writes to stdout. `reads` are all files that the run reads, those that do not exist included, "-" for stdin.
+    `outputs` are the files by option, None if the option is not given; a command that has -o writes to stdout without
+    it. `reads` are all files that the run reads, including those that do not exist; "-" is stdin.
 
     Raises:
-        KvcliError: an output is no file that can be written, is named twice, or is read by the same run (usage); a
-            page cannot be drawn here (usage); stdout is closed (runtime).
+        KvcliError: an output cannot be written as a file, is named twice, or is read by the same run (usage); a page
+            cannot be drawn here (usage); stdout is closed (runtime).
     """
     seen: dict[tuple[int, int] | Path, str] = {}
     for option, path in outputs.items():
@@ -39,7 +39,7 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str
             continue
         _check_writable(path, option)
         if path.exists() and not path.is_file():
-            continue  # a pipe, say, that takes one output after the other
+            continue  # a pipe, say, which takes one output after the other
         if (other := seen.setdefault(_identity(path) or path.resolve(), option)) != option:
             raise usage_error(f"{other} and {option} name the same file, {path}", "name two")
     for name in reads if seen else ():
@@ -63,7 +63,7 @@ def check_files(
     profiles: Iterable[str | None] = (),
     settings: Iterable[str] = (),
 ) -> None:
-    """Refuse outputs as `check_outputs` does, and a model that cannot be there, before anything is imported for it.
+    """Refuse outputs as `check_outputs` does, and a model that cannot exist, before anything is imported for it.
 
     Raises:
         KvcliError: an output is refused, or there is no such directory, file or shape (usage).
@@ -77,7 +77,7 @@ def check_files(
 
 
 def _identity(name: Path | str) -> tuple[int, int] | None:
-    """Device and inode of a file, the same for all its links; None where there is no such file."""
+    """Return device and inode of a file, the same for all its links; None if there is no such file."""
     with suppress(OSError, ValueError):
         status = os.fstat(0) if name == "-" else Path(name).stat()
         return status.st_dev, status.st_ino
@@ -110,9 +110,9 @@ def files_read(
     settings: Iterable[str] = (),
     model: str | None = None,
 ) -> Iterator[str | Path]:
-    """Name what a run may read: `documents` as they are, and the files of profiles, of KEY=VALUE settings, of a model.
+    """Yield the files that a run may read: `documents`, and the files of profiles, KEY=VALUE settings and a model.
 
-    Files that do not exist are among them; "-" is standard input.
+    Files that do not exist are included; "-" is standard input.
     """
     yield from documents
     for name in profiles:
@@ -124,17 +124,17 @@ def files_read(
 
 
 def _profile_files(name: str) -> Iterator[str]:
-    """The profile, and files that its settings name: what `kvcli calibrate` found."""
+    """Yield the profile, and the files that its settings name, made by `kvcli calibrate`."""
     path = name if name.endswith(".toml") or "/" in name else str(files("kvcli.profiles") / f"{name}.toml")
     yield path
-    with suppress(OSError, ValueError, RecursionError):  # what is wrong with a profile is said where it is used
+    with suppress(OSError, ValueError, RecursionError):  # problems with a profile are reported where it is used
         settings = tomllib.loads(Path(path).read_text()).get("settings")
         if isinstance(settings, dict):
             yield from (value for value in settings.values() if isinstance(value, str))
 
 
 def _model_files(name: str | None) -> Iterator[Path]:
-    """Every file in a checkpoint's directory that a checkpoint may consist of; a config or shape file itself."""
+    """Yield every file in a checkpoint's directory that may belong to a checkpoint; a config or shape file itself."""
     if name is None:
         directory = Path(str(files("kvcli.models"))) / "demo"
     elif "/" in name and not Path(name).expanduser().exists():
@@ -150,7 +150,7 @@ def _model_files(name: str | None) -> Iterator[Path]:
 
 @contextmanager
 def progress(quiet: bool, demo: bool = False) -> Iterator[RunConsole]:
-    """Within, show how a command gets on; with `demo`, note that no -m names a model."""
+    """Show the progress of a command within this context; with `demo`, note that no -m names a model."""
     from kvcli.ui.console import RunConsole
 
     observer = RunConsole(None, quiet, text_on_screen=False)
@@ -163,13 +163,13 @@ def progress(quiet: bool, demo: bool = False) -> Iterator[RunConsole]:
 
 
 class OutputWriter:
-    """Writes the outputs of a command one by one: one that fails does not keep the others from being written."""
+    """Writes the outputs of a command one by one: if one fails, the others are written all the same."""
 
     def __init__(self) -> None:
         self.failures: list[KvcliError | BrokenPipeError] = []
 
     def result(self, output: Path | None, text: str) -> None:
-        """Write the result to the file or to stdout; where the file cannot take it, stdout gets it as well."""
+        """Write the result to the file or to stdout; if the file cannot take it, stdout gets it as well."""
         if output is None or not self.file(output, text):
             try:
                 write_stdout(text)
@@ -177,7 +177,7 @@ class OutputWriter:
                 self.failures.append(error)
 
     def file(self, path: Path, content: str | bytes) -> bool:
-        """Write one file; returns whether it could be written."""
+        """Write one file; return whether it could be written."""
         try:
             write_file(path, content)
         except KvcliError as error:
@@ -190,7 +190,7 @@ class OutputWriter:
 
         Raises:
             KvcliError: the last of the failures; those before it are shown.
-            BrokenPipeError: nothing failed but stdout, whose reader has gone.
+            BrokenPipeError: only stdout failed, because its reader has gone.
         """
         from kvcli.ui.console import print_error
 
@@ -202,7 +202,7 @@ class OutputWriter:
 
 
 def write_result(output: Path | None, text: str) -> None:
-    """Put the only output of a command into the file or on stdout, as `OutputWriter.result` does.
+    """Write the only output of a command to the file or to stdout, as `OutputWriter.result` does.
 
     Raises:
         KvcliError: it could not be written.
@@ -228,16 +228,15 @@ def write_stdout(text: str) -> None:
 
 
 def stdout_failure(error: OSError) -> KvcliError:
-    """Say that stdout cannot be written, and why; what it did not take is dropped."""
+    """Return an error that says why stdout cannot be written; drop what it did not take."""
     give_up_stdout()
     return KvcliError(f"standard output cannot be written: {error.strerror}", "name a file with -o")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write `content` whole or not at all: to a temporary file beside `path` that then takes its place.
+    """Write `content` whole or not at all: to a temporary file next to `path`, which then replaces it.
 
-    What is no regular file (a pipe, /dev/null) is written to directly, and so is a file whose directory is not
-    writable.
+    Special files (a pipe, /dev/null) are written to directly, and so is a file whose directory is not writable.
 
     Raises:
         KvcliError: it cannot be written; names the path.

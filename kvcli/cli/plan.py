@@ -22,7 +22,7 @@ _SIZE = options.positive_size
 
 @options.group
 class Run:
-    """The run that is planned."""
+    """The planned run."""
 
     context: str = _RUN("32K", "--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")
     batch_size: str = _RUN("1", "--batch-size", "N,...", "Prompts continued together.")
@@ -34,7 +34,7 @@ class Run:
 
 @options.group
 class MachineOptions:
-    """What is known of another machine."""
+    """The known sizes and rates of another machine."""
 
     gpu: str | None = _MACHINE(
         None, "--gpu", "NAME", "Another GPU by its published sizes and rates: rtx-4090, l4, h100, ..."
@@ -168,7 +168,7 @@ def plan(
 
 
 def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) -> tuple[PlannedRun, Machine]:
-    """Read the config, and measure this machine or take the sizes and rates of another from the options in `told`."""
+    """Read the config, and measure this machine or take another's sizes and rates from the options in `told`."""
     from kvcli.capacity.memory import available
     from kvcli.capacity.need import devices_of
     from kvcli.capacity.planning.estimate import Machine, PlannedRun

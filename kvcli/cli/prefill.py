@@ -1,4 +1,4 @@
-"""`kvcli prefill`: documents are read and their KV is kept."""
+"""`kvcli prefill`: read documents and save their KV."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def prefill(
     kvcli prefill report.txt --save-kv report.kv
     kvcli generate --kv report.kv -p "Who signed it?"
 
-    Of several documents each gets a directory of its name in DIR. What is kept can be
-    opened under every method that reads prompts exactly, with any budget.
+    Each of several documents gets a directory of its name in DIR. Every method that
+    reads prompts exactly can use the KV, with any budget.
     """
     from kvcli.inputs.prompts import Prompt, read_prompts
 
@@ -49,7 +49,7 @@ def prefill(
         print_error(error)
     if not prompts:
         raise typer.Exit(ExitCode.USAGE)
-    request = GenerationRequest(  # streaming reads exactly, too, and holds next to nothing
+    request = GenerationRequest(  # streaming also reads exactly, and holds next to nothing
         resolve_profile("streaming"),
         tuple(prompts),
         Sampling(max_tokens=1),

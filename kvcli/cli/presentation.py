@@ -1,4 +1,4 @@
-"""How one `kvcli generate` is shown: its texts while they grow, and the rest when it is over."""
+"""Show one `kvcli generate`: its texts while they grow, and the rest at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST = 60  # characters of a question in a title
 
 @dataclass
 class Presentation:
-    """Decides what goes to stdout, to stderr and to a file, and with which exit code it ends.
+    """Decides what goes to stdout, to stderr and to a file, and the exit code.
 
     Documents that could not be read are reported at once, and join the report as failed sequences at their place.
     """
@@ -53,7 +53,7 @@ class Presentation:
         self.observer: RunConsole = RunConsole(self._writer, self.output.quiet, on_screen, prompts=len(self.prompts))
 
     def conclude(self, report: Report, trace: Callable[[], str] | None = None) -> ExitCode:
-        """Write what is left to write, show statistics, and choose the exit code; `trace` gives what --trace takes.
+        """Write the remaining output, show statistics, and choose the exit code; `trace` makes the content for --trace.
 
         Raises:
             KvcliError: an output could not be written; all others are.
@@ -71,10 +71,10 @@ class Presentation:
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Within, an error of the run leaves the screen in order: no bar, and all the text that there is.
+        """Leave the screen in order on an error within this context: no bar, and all the text that there is.
 
         Raises:
-            KvcliError: that error was stdout, which takes no more.
+            KvcliError: the error was that stdout takes no more.
             BrokenPipeError: the reader of stdout has gone.
         """
         try:
@@ -95,7 +95,7 @@ class Presentation:
             raise failure
 
     def _write_text(self, report: Report, writer: OutputWriter) -> None:
-        """Put the result where it belongs; what was streamed is there already."""
+        """Put the result where it belongs; streamed text is there already."""
         if self._writer is None:
             whole = report.to_json() + "\n" if self.output.as_json else texts(report, self._headed)
             writer.result(self.output.output, whole)
@@ -135,7 +135,7 @@ class Presentation:
             any_text = any(sequence.output_tokens for sequence in report.sequences)
             print_note("interrupted; " + ("the text up to here was kept" if any_text else "there was no text yet"))
             return ExitCode.INTERRUPTED
-        if "error" not in reasons:  # the text is whole; a store that lacks something costs nothing
+        if "error" not in reasons:  # the text is complete; a store that lacks something costs nothing
             return ExitCode.RUNTIME if any(each.error and not each.cached for each in report.saved) else ExitCode.OK
         return ExitCode.RUNTIME if set(reasons) == {"error"} else ExitCode.PARTIAL
 
@@ -153,20 +153,19 @@ class Presentation:
 
 
 class StdoutLost(KeyboardInterrupt):
-    """Standard output takes no more text: the run ends as after Ctrl-C, with all that there is in its report."""
+    """Standard output takes no more text: the run ends as after Ctrl-C, with everything so far in its report."""
 
 
 class SequenceWriter:
-    """Writes the texts of several sequences one after another while they grow side by side.
+    """Writes the texts of several sequences one after another while they grow in parallel.
 
-    The first sequence that is not finished streams; what comes for later ones waits for its turn. `titles` has one
-    entry a sequence; they head the texts where there is more than one. On a terminal control characters are shown
-    escaped.
+    The first unfinished sequence streams; text of later ones waits for its turn. `titles` has one entry per sequence;
+    they head the texts if there is more than one. On a terminal control characters are escaped.
     """
 
     def __init__(self, stream: TextIO, titles: Sequence[str], headed: bool):
         self.failure: OSError | None = None
-        """Why the stream takes no more, once it has failed; what comes after that is dropped."""
+        """The error of the stream, once it has failed; all later text is dropped."""
         self._stream = stream
         self._escaped = stream.isatty()
         self._titles = titles
@@ -176,10 +175,10 @@ class SequenceWriter:
         self._turn = 0
         self._last = ""  # the end of what was written for the sequence whose turn it is
         self._begun = False
-        self._gap = ""  # what parts the next text from the one before it
+        self._gap = ""  # separates the next text from the one before it
 
     def text(self, sequence: int, piece: str) -> None:
-        """Write `piece`, or keep it until the turn of `sequence` has come.
+        """Write `piece`, or keep it until the turn of `sequence` comes.
 
         Raises:
             StdoutLost: the stream has just failed.
@@ -229,12 +228,12 @@ class SequenceWriter:
 
 
 def header(title: str) -> str:
-    """The line above one text of several."""
+    """Return the line above one text of several."""
     return f"==> {title} <==\n"
 
 
 def _titles(texts: Sequence[tuple[Prompt | ReportedSequence, int]]) -> list[str]:
-    """Name texts by their documents, and by their questions and samples where there are several."""
+    """Name texts by their documents, and by their questions and samples if there are several."""
     questions = len({(each.question, each.id) for each, _ in texts}) > 1
     samples = any(sample > 0 for _, sample in texts)
     found = []
@@ -246,7 +245,7 @@ def _titles(texts: Sequence[tuple[Prompt | ReportedSequence, int]]) -> list[str]
 
 
 def texts(report: Report, headed: bool) -> str:
-    """All texts of a report as one string, as `SequenceWriter` writes them."""
+    """Return all texts of a report as one string, as `SequenceWriter` writes them."""
     parts = []
     for sequence, named in zip(
         report.sequences, _titles([(each, each.sample) for each in report.sequences]), strict=True

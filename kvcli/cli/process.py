@@ -17,7 +17,7 @@ _REPEATED = 1.0  # seconds
 
 @contextmanager
 def end_at_once() -> Iterator[None]:
-    """Within, a signal ends the process with one line: the libraries are being imported, and nothing has been done."""
+    """End the process with one line on a signal within this context: libraries are being imported, no work is lost."""
 
     def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
         os.write(2, b"kvcli: error: interrupted\n")
@@ -29,9 +29,9 @@ def end_at_once() -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Within, a signal raises KeyboardInterrupt; yields the list of the signals received.
+    """Raise KeyboardInterrupt on a signal within this context; yields the list of the signals received.
 
-    Commands keep what there is on KeyboardInterrupt, so that a job which its scheduler ends does so as well.
+    Commands keep what there is on KeyboardInterrupt, and so does a job that its scheduler ends.
     """
     received: list[int] = []
     last = [float("-inf")]
@@ -49,7 +49,7 @@ def caught_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Install the handler for the signals that are not ignored, and put back what was there before."""
+    """Install the handler for the signals that are not ignored, and restore the former handlers."""
     before: dict[signal.Signals, Any] = {}
     for number in _SIGNALS:
         # A shell's background jobs ignore Ctrl-C, and nohup ignores SIGHUP.
@@ -68,7 +68,7 @@ def handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None
 def open_missing_streams() -> None:
     """Give every standard stream that the caller closed (`>&-`) a descriptor again, on which its use fails.
 
-    Without one Python has None in its place, and the next file opened would get its number.
+    Otherwise Python has None in its place, and the next file opened would get its number.
     """
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY), "r")
@@ -79,7 +79,7 @@ def open_missing_streams() -> None:
 
 
 def stdout_is_closed() -> bool:
-    """Whether nothing can be written to standard output."""
+    """Tell whether nothing can be written to standard output."""
     with suppress(OSError, ValueError, AttributeError):
         return fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
     return False

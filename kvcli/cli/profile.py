@@ -1,4 +1,4 @@
-"""`kvcli profile`: the time of a decode step, and the phases that it consists of."""
+"""`kvcli profile`: measure the time of a decode step and of its phases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOAD, _RUNS = options.Panel("Load"), options.Panel("Runs")
 
 @options.group
 class Start:
-    """What there is before the first step."""
+    """The state before the first step."""
 
     file: str | None = options.argument(None, "FILE", "Text to prefill instead of random KV; - is standard input.")
     context: str | None = _LOAD(None, "--context", "TOKENS,...", "Tokens before the first step, 8K by default.")
@@ -30,7 +30,7 @@ class Start:
 
 @options.group
 class Runs:
-    """Whose steps are timed, and how often."""
+    """The methods to time, and the number of runs."""
 
     peers: bool = options.METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")
     repeat: int = _RUNS(5, "--repeat", "N", "Runs of each method, in turn.", options.positive_count)
@@ -129,7 +129,7 @@ def profile(
 
 
 def exit_code(report: ProfileReport) -> ExitCode:
-    """Give the exit code of a profile: interrupted, or how many of its cases failed."""
+    """Choose the exit code of a profile: interrupted, or by how many of its cases failed."""
     if not report.finished:
         return ExitCode.INTERRUPTED
     failed = [case.error is not None for case in report.cases]

@@ -1,1 +1,1 @@
-"""What a run is given: documents and questions in tokens, and settings profiles."""
+"""The inputs of a run: documents and questions in tokens, options, and settings profiles."""

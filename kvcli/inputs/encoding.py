@@ -1,4 +1,4 @@
-"""From prompts to token ids, through a tokenizer's chat template: a program, run with bounds on time and memory."""
+"""Encode prompts into token ids through a tokenizer's chat template, a program run with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS = 10.0
-"""Time that a template gets. Templates of real models take milliseconds, also around millions of tokens."""
+"""Time limit of a template. Templates of real models take milliseconds, even around millions of tokens."""
 _MEMORY = 4 << 30  # bytes, besides what the texts take
-_COPIES = 16  # bytes by character: a few copies of a text on its way through the template
+_COPIES = 16  # bytes per character: a few copies of a text on its way through the template
 _RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"})
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt in tokens, and its question's tokens alone; or why there are none.
+    """A prompt in tokens, with the tokens of its question alone; or the error that prevented encoding.
 
-    `prompt` is the text that it was made of, where there was one; `sampling` is its own, where it is not the run's.
+    `prompt` is the text it was made from, if any; `sampling` is its own, if it differs from the run's.
     """
 
     source: str
@@ -42,13 +42,14 @@ class EncodedPrompt:
 
 
 ALWAYS_TOGETHER = 16384
-"""Tokens of their own that prompts may have in all and be read together, whatever they have in common."""
+"""Total of tokens of their own up to which prompts may be read together, however little they share."""
 
 
 def by_document(prompts: Sequence[EncodedPrompt]) -> list[list[EncodedPrompt]]:
-    """Put prompts together that follow each other, begin alike and are to be read together: questions on one document.
+    """Group consecutive prompts that begin alike and are to be read together: questions on one document.
 
-    They have half of their tokens in common at least; together, their own ones are not many more.
+    At least half of each prompt's tokens are shared, and the other tokens of a group are not many more than the shared
+    ones.
     """
     groups: list[list[EncodedPrompt]] = []
     for prompt in prompts:
@@ -59,9 +60,9 @@ def by_document(prompts: Sequence[EncodedPrompt]) -> list[list[EncodedPrompt]]:
 
 
 def in_common(prompts: Sequence[EncodedPrompt]) -> int:
-    """How many tokens prompts begin with in common, of which every prompt has more."""
+    """Count the tokens that all prompts begin with; every prompt has at least one more."""
     ids = [prompt.ids for prompt in prompts]
-    shortest, longest = min(ids), max(ids)  # lists compare token by token: what these two begin with, all do
+    shortest, longest = min(ids), max(ids)  # lists compare token by token: a prefix of these two is a prefix of all
     same = next((at for at, pair in enumerate(zip(shortest, longest, strict=False)) if pair[0] != pair[1]), None)
     return min(len(shortest) if same is None else same, min(map(len, ids)) - 1)
 
@@ -80,7 +81,7 @@ def encode_all(
     """Tokenise every prompt; one that fails is kept with its error.
 
     Raises:
-        KvcliError: every prompt failed; the first one's error.
+        KvcliError: every prompt failed; this is the first one's error.
     """
     encoded = []
     for prompt in prompts:
@@ -97,10 +98,10 @@ def encode_all(
 def encode(
     prompt: Prompt, template: Template, tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]] = ()
 ) -> list[int]:
-    """Token ids of a prompt: through the tokenizer's chat template where it has one, unless `template.raw`.
+    """Return the token ids of a prompt, through the tokenizer's chat template if it has one, unless `template.raw`.
 
     Without a template the text is encoded with the tokenizer's own special tokens. `turns` are messages after the
-    prompt, for a template to put in their places.
+    prompt, which the template puts in their places.
 
     Raises:
         KvcliError: a system message or template variables that nothing would read, a template that fails, or a prompt
@@ -118,24 +119,25 @@ def encode(
 
 
 def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of the question after the document, without special tokens; none where the text stands alone."""
+    """Return the token ids of the question, without special tokens; none if the text stands alone."""
     return bare_tokens(prompt.question, tokenizer) if prompt.question else []
 
 
 def bare_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text alone, without special tokens."""
+    """Return the token ids of a text, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def document_tokens(ids: Sequence[int], question: Sequence[int]) -> int:
-    """How many of a prompt's tokens come before the question behind its document; all of them where there is none.
+    """Count a prompt's tokens before the question that follows its document; all of them if there is no question.
 
-    At its edges the question may have become other tokens than it is alone: up to one at each is passed over.
+    The first and last token of the question may differ from those of the question alone: up to one at each end is
+    ignored.
     """
     for first, last in ((0, 0), (1, 0), (1, 1)):
         asked = list(question[first : len(question) - last])
         latest = len(ids) - last - len(asked)
-        for at in range(latest, latest // 2, -1) if asked else ():  # more comes before it than behind it
+        for at in range(latest, latest // 2, -1) if asked else ():  # more comes before it than after it
             if ids[at] == asked[0] and list(ids[at : at + len(asked)]) == asked:
                 return at - first
     return len(ids)
@@ -164,7 +166,7 @@ def _refuse_unread(template: Template) -> None:
 def render_chat_template(
     tokenizer: PreTrainedTokenizerBase, conversation: Sequence[dict[str, str]], variables: Mapping[str, Any]
 ) -> str:
-    """Put a conversation into the text that the model was trained on, up to where its answer begins.
+    """Render a conversation as the text that the model was trained on, up to where its answer begins.
 
     Raises:
         KvcliError: the template fails, takes too long or too much memory, or gives no text (usage).
@@ -181,7 +183,7 @@ def render_chat_template(
         raise _refused("takes too much memory") from None
     except RecursionError:
         raise _refused("calls itself without an end") from None
-    except Exception as error:  # whatever a program may raise
+    except Exception as error:  # a template may raise anything
         raise _refused(f"refuses the prompt: {' '.join(str(error).split()) or type(error).__name__}") from error
     if not isinstance(rendered, str) or not rendered:
         raise _refused("gives no text")
@@ -190,9 +192,9 @@ def render_chat_template(
 
 @contextmanager
 def _bounded(seconds: float, memory: int) -> Iterator[None]:
-    """Within, the main thread gets a TimeoutError after `seconds`, and no `memory` bytes more than it has.
+    """Raise TimeoutError in the main thread after `seconds`, and limit it to `memory` bytes more than it has.
 
-    Other threads have no such alarm; they run without bounds.
+    Other threads have no such alarm and run without limits.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,6 +1,6 @@
-"""A file of lines that only grows, for one process at a time: whoever was ended while writing goes on from it.
+"""A file of lines that only grows, for one process at a time: a run that was ended while writing continues it.
 
-A last line that was cut off is taken away, and what is kept is written at once.
+A last line that was cut off is removed, and lines are written at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvcli.errors import KvcliError, usage_error
 
 
 class LineFile:
-    """Lines of `what`, of which the first begins with `start`, in `path`, which `option` names; use it in a `with`.
+    """Lines of `what`, of which the first begins with `start`, in `path`, given by `option`; use it in a `with`.
 
-    With `lasting`, every line is on the disk before `add` returns.
+    With `lasting`, every line is on disk before `add` returns.
 
     Raises:
-        KvcliError: it is no regular file, or another process writes to it (usage); it cannot be opened or written.
+        KvcliError: it is not a regular file, or another process writes to it (usage); it cannot be opened or written.
     """
 
     def __init__(self, path: Path, what: str, start: bytes, option: str, lasting: bool = False):
@@ -45,24 +45,24 @@ class LineFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._locked:
-            with suppress(OSError):  # what could not be written has been told by the write that failed
+            with suppress(OSError):  # the write that failed has reported it
                 file.close()
 
     def lines(self) -> Iterator[bytes]:
-        """Give the whole lines from the beginning.
+        """Yield the complete lines from the beginning.
 
         Raises:
-            KvcliError: it has no whole line, and holds something else (usage).
+            KvcliError: it has no complete line, and holds something else (usage).
         """
         return whole_lines(self.path, self._file, self.what, self.start, self.hint)
 
     def end_after(self, size: int) -> None:
-        """Let the file end after so many bytes, and go on from there."""
+        """Cut the file after `size` bytes, and continue there."""
         self._file.truncate(size)
         self._file.seek(size)
 
     def add(self, lines: bytes) -> None:
-        """Put whole lines at the end.
+        """Append complete lines.
 
         Raises:
             KvcliError: they cannot be written.
@@ -77,10 +77,10 @@ class LineFile:
             raise KvcliError(what, "free some space and run the same command again") from None
 
     def replace(self, lines: Iterable[bytes]) -> None:
-        """Let a file of these lines take the place of the file."""
+        """Replace the file by a file of these lines."""
         beside = self.path.with_name(f".{self.path.name}.kvcli")
         rest = beside.open("w+b", buffering=0)
-        self._locked.append(rest)  # the lock of the file before is kept as well: who waits for it must not get it
+        self._locked.append(rest)  # the old file's lock is kept as well: whoever waits for it must not get it
         self._lock(rest)
         for line in lines:
             rest.write(line)
@@ -107,10 +107,10 @@ class LineFile:
 
 
 def whole_lines(path: Path, file: BinaryIO, what: str, start: bytes, hint: str) -> Iterator[bytes]:
-    """Give the whole lines of an open file of `what` from its beginning; one that somebody may be writing to.
+    """Yield the complete lines of an open file of `what` from its beginning; another process may be writing to it.
 
     Raises:
-        KvcliError: it has no whole line, and what it has is not how the first one `start`s (usage).
+        KvcliError: it has no complete line, and does not begin like `start` (usage).
     """
     file.seek(0)
     with open(os.dup(file.fileno()), "rb") as lines:  # noqa: PTH123 - a buffer over the same descriptor

@@ -1,9 +1,8 @@
-"""Options, each declared once: the command line, the Python interface and the documentation are made of these fields.
+"""Options, each declared once: the command line, the Python interface and the documentation derive from these fields.
 
 A group is a dataclass whose fields are options; a command takes groups, or some options of one (`Some`). To add an
-option to whatever takes a group is to add a line to the group. The command line's form of a group is made by
-`kvcli.cli.command.command`, the keyword arguments' by `keywords` and `take`, their table in docs/python.md by
-docs/from_code.py.
+option to everything that takes a group, add a line to the group. `kvcli.cli.command.command` makes the command line's
+form of a group, `keywords` and `take` make the keyword arguments, and docs/from_code.py their table in docs/python.md.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its names on the command line, what stands for its value, what it means, and how it is read.
+    """One option: its names on the command line, its placeholder, its help, and how it is read.
 
-    An argument of a command has no names. A `default` of `...` says that there has to be a value. `field` and `type`
-    are known once the option is part of a group.
+    An argument of a command has no names. A `default` of `...` makes a value mandatory. `field` and `type` are set once
+    the option is part of a group.
     """
 
     panel: str | None
@@ -42,21 +41,21 @@ class Option:
     metavar: str | None
     help: str
     read: Callable[[object], object] | None = None
-    """Reads what is given as text; raises ValueError."""
+    """Reads text; raises ValueError."""
     env: bool = False
     """Whether KVCLI_NAME sets it."""
     within: tuple[Callable[[Any], bool], str] | None = None
-    """Tells which values are in range, and how that is said."""
+    """A test for values in range, and the description of that range."""
     make: Callable[[str], Any] | None = None
-    """Makes the field's value of text that was given; raises KvcliError."""
+    """Makes the field's value from text; raises KvcliError."""
     utf8: str | None = None
-    """Names the option where bytes that are no text have to be refused."""
+    """The option's name in the error for bytes that are not text."""
     show: str | bool = True
-    """Says in the help what the default is."""
+    """The default as the help shows it."""
     complete: Callable[[str], list[str]] | None = None
     hidden: bool = False
     beside: tuple[str, str, str] | None = None
-    """Names a field without which it has no meaning, what is wrong then, and the way out."""
+    """Another field that it needs, and the error and the hint if that is missing."""
     field: str = ""
     type: Any = None
 
@@ -67,18 +66,18 @@ class Option:
 
     @property
     def name(self) -> str:
-        """What it is called where names have no dashes."""
+        """The name as a Python identifier."""
         return self.long[2:].replace("-", "_") if self.names else self.field
 
 
 class Panel:
-    """A part of a command's help, and how options are declared in it: by a call, in the body of a group."""
+    """A part of a command's help; call it in the body of a group to declare an option there."""
 
     def __init__(self, title: str | None, env: bool = False):
         self._title, self._env = title, env
 
     def __call__(self, default: Any, names: str, metavar: str | None, help: str, read: Any = None, **more: Any) -> Any:
-        """Declare an option, with `more` of its parts."""
+        """Declare an option, with further fields of `Option` in `more`."""
         option = Option(self._title, default, names, metavar, help, read, **{"env": self._env, **more})
         given = {} if default is ... else {"default": default}
         return field(**({"default_factory": dict} if default == {} else given), metadata={"option": option})
@@ -94,13 +93,13 @@ def argument(default: Any, metavar: str, help: str) -> Any:
 
 
 group = dataclass(frozen=True, kw_only=True)
-"""Makes a class of options a group that is made by the names of its fields alone."""
+"""Makes a class of options a group, which is constructed only by the names of its fields."""
 
 
 class Some:
-    """Stands beside a group in a command's signature for those of its options that are named, in this order.
+    """Annotates a group in a command's signature: picks the options that are named, in this order.
 
-    An option can be another one there: `Some("quiet", quiet={"help": "No notes."})`.
+    An option can be changed there: `Some("quiet", quiet={"help": "No notes."})`.
     """
 
     def __init__(self, names: str = "", **changes: Mapping[str, Any]):
@@ -118,12 +117,12 @@ class Some:
 
 
 def made(group: type[T], listed: Iterable[Option], given: Mapping[str, Any]) -> T | None:
-    """Make a group of what was given for the `listed` options; None where it lacks one that it cannot do without.
+    """Make a group from the values given for the `listed` options; None if it lacks a mandatory one.
 
-    None is what was not given: the group's own default counts.
+    A value of None was not given: the group's own default applies.
 
     Raises:
-        KvcliError: an option has no meaning without another one, or text is not what it should be (usage).
+        KvcliError: an option needs another one, or text is malformed (usage).
     """
     options = {each.field: each for each in listed if given.get(each.name) is not None}
     for each in options.values():
@@ -135,17 +134,17 @@ def made(group: type[T], listed: Iterable[Option], given: Mapping[str, Any]) -> 
 
 
 def _value(option: Option, given: Any) -> Any:
-    """Make the field's value of what Typer gives."""
+    """Make the field's value from Typer's."""
     if option.make is not None and isinstance(given, str):
         return option.make(given)
     return tuple(given) if isinstance(given, list) else given
 
 
 def take(group: type[T], given: dict[str, Any], names: str = "") -> T | None:
-    """Make a group of the keyword arguments among `given` that are its options, which are taken out of there.
+    """Make a group of the keyword arguments among `given` that are its options, and remove them from `given`.
 
     Raises:
-        KvcliError: a value is none for its option (usage).
+        KvcliError: an option does not take its value (usage).
     """
     listed = Some(names).of(group)
     values = [(each, given.pop(each.name)) for each in listed if each.name in given]
@@ -153,7 +152,7 @@ def take(group: type[T], given: dict[str, Any], names: str = "") -> T | None:
 
 
 def _read(option: Option, value: Any) -> Any:
-    """Read a keyword argument: what may be text on the command line may be text here."""
+    """Read a keyword argument, which may be text as on the command line."""
     if option.read is not None and (isinstance(value, str) or option.within is None):
         try:
             value = option.read(value)
@@ -165,7 +164,7 @@ def _read(option: Option, value: Any) -> Any:
 
 
 def keywords(function: Callable[[Any], T]) -> Callable[..., T]:
-    """Let a function of one group take the group's options as keyword arguments; the first may come without a name."""
+    """Let a function of one group take the group's options as keyword arguments; the first may be positional."""
     (group,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
 
     @wraps(function)
@@ -197,7 +196,7 @@ def check_ranges(group: Any) -> None:
 
 
 def at_least(least: int, read: Callable[[str], float]) -> Callable[[object], Any]:
-    """Make what reads a value by `read` and refuses one below `least`."""
+    """Make a function that reads a value by `read` and refuses one below `least`."""
 
     def reads(text: object) -> float:
         if (value := read(str(text))) < least:
@@ -247,22 +246,22 @@ token_budget = at_least(1, parse_count_or_share)
 
 
 def device_name(text: object) -> str:
-    """Read where to run; whether there are such devices is found out later."""
+    """Read the name of a device or several; whether they exist is checked later."""
     if re.fullmatch(r"auto|(cpu|cuda(:[0-9]{1,4})?)(,(cpu|cuda:[0-9]{1,4}))*", str(text)) is None:
         raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N, nor several as in cuda:0,cuda:1")
     return str(text)
 
 
 def output_file(text: object) -> Path | None:
-    """Read what -o names: - is stdout, as if the option were not given."""
+    """Read the value of -o: - is stdout, as if the option were not given."""
     return None if str(text) == "-" else Path(str(text))
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Read what --chat-template-kwargs was given.
+    """Read the value of --chat-template-kwargs.
 
     Raises:
-        KvcliError: it is no object in JSON (usage).
+        KvcliError: it is not a JSON object (usage).
     """
     hint = """for example --chat-template-kwargs '{"enable_thinking": false}'"""
     try:
@@ -275,14 +274,14 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    """Names of methods for a shell's completion."""
+    """Complete names of methods in a shell."""
     from kvcli.methods import method_names
 
     return [name for name in method_names() if name.startswith(incomplete)]
 
 
 def complete_profiles(incomplete: str) -> list[str]:
-    """Names of profiles for a shell's completion."""
+    """Complete names of profiles in a shell."""
     from kvcli.inputs.profiles import profile_names
 
     return [name for name in profile_names() if name.startswith(incomplete)]
@@ -292,7 +291,7 @@ INPUT, MODEL, METHOD, SAMPLING = (Panel(name, env=True) for name in ("Input", "M
 SAVED, METHODS, OUTPUT, GOING_ON = Panel("Saved KV", env=True), Panel("Methods"), Panel("Output"), Panel("Going on")
 
 QuestionFirst = Literal["no", "only", "both"]
-"""Where the question stands: after the document, before it, or before and after it."""
+"""The place of the question: after the document, only before it, or both."""
 _KV_DTYPE = ("--kv-dtype", "NAME", "How KV in host memory is held: auto as computed, int8, int4.")
 
 
@@ -331,9 +330,9 @@ class Template:
 
 @dataclass(frozen=True)
 class KVOptions:
-    """`use` is the directory of a document's KV, `save` where it is to be kept, `cache` a store of `cache_bytes`.
+    """`use` is the directory of a document's KV, `save` the one to save it to, `cache` a store of `cache_bytes`.
 
-    Of several documents each is saved in a directory of its name in `save`.
+    Each of several documents is saved in a directory of its name in `save`.
     """
 
     use: Path | None = SAVED(
@@ -355,13 +354,13 @@ class KVOptions:
 
     @property
     def any(self) -> bool:
-        """Tell whether KV is to be taken from somewhere or kept."""
+        """Tell whether KV is to be loaded or saved."""
         return not (self.use is None and self.save is None and self.cache is None)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model to load, how, and where to."""
+    """The model, and how and where to load it."""
 
     model: str | None = MODEL(
         None,
@@ -386,7 +385,7 @@ class ModelOptions:
     )
 
     def spec(self, **changed: Any) -> ModelSpec:
-        """Give what the loader takes, `changed` in parts."""
+        """Return the loader's spec, with some fields `changed`."""
         from kvcli.models.loading import ModelSpec
 
         options = {**vars(self), **changed}
@@ -420,13 +419,13 @@ class MethodOptions:
     kv_dtype: Literal["auto", "int8", "int4"] | None = METHOD(None, *_KV_DTYPE)
 
     def short(self) -> dict[str, str | None]:
-        """Give the settings that have options of their own."""
+        """Return the settings that have options of their own."""
         return {name: value for name, value in vars(self).items() if name not in ("method", "profile", "settings")}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Several methods side by side, each with every budget."""
+    """Several methods to compare, each with every budget."""
 
     method: str | None = METHODS(None, "--method", "A,B", "Methods, comma-separated; full,freekv by default.")
     profile: str | None = METHODS(
@@ -442,9 +441,9 @@ class Compared:
 
 @dataclass(frozen=True)
 class DiskOptions:
-    """A directory for the KV of a run that host memory is not to hold, and the bytes of host memory that cache it.
+    """A directory for KV that host memory is not to hold, and the bytes of host memory that cache it.
 
-    None stands for half of the host memory that is free.
+    None means half of the free host memory.
     """
 
     folder: Path = METHOD(
@@ -520,7 +519,7 @@ class Sampling:
 
     @property
     def alike(self) -> str | None:
-        """Say that all samples will be the same, where they will."""
+        """Return a notice if all samples will be the same."""
         if self.num_samples == 1 or self.temperature > 0:
             return None
         return f"--num-samples {self.num_samples} without --temperature: all samples will be the same"
@@ -528,7 +527,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Keep:
-    """Where to keep a running generation, and after how many steps each time."""
+    """Where to keep a running generation, and the number of steps between writes."""
 
     directory: Path = GOING_ON(
         ..., "--checkpoint", "DIR", "Keep the run in a new directory, for --resume after whatever ends it."
@@ -538,7 +537,7 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepping:
-    """How the steps of a generation run, and what they are held against."""
+    """How the steps of a generation run, and what checks them."""
 
     pipeline: Literal["auto", "blocking", "overlapped"] = METHOD(
         "auto",
@@ -554,7 +553,7 @@ class Stepping:
         " checks in one pass.",
         at_least(1, whole),
     )
-    """Let full attention check so many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
+    """Let full attention check this many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
     audit: int | None = OUTPUT(
         None,
         *("--audit", "N"),
@@ -567,7 +566,7 @@ class Stepping:
 
 @dataclass(frozen=True)
 class Tracing:
-    """What is shown of the time of steps."""
+    """What to show of the time of steps."""
 
     timeline: bool = OUTPUT.flag("--timeline", "Show time, corrections and recall step by step.", env=True)
     trace: Path | None = OUTPUT(None, "--trace", "FILE", "Write spans as Chrome trace JSON.")
@@ -575,7 +574,7 @@ class Tracing:
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go, in which form, and what is said beside them."""
+    """Where results go, in which form, and what else is shown."""
 
     stats: bool | None = OUTPUT(None, "--stats/--no-stats", "", "Statistics at the end; shown unless -q.", env=True)
     as_json: bool = OUTPUT.flag("--json", "One JSON object instead of text.")

@@ -29,9 +29,9 @@ _SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Profile:
-    """A method and every one of its settings; `paper` names the source of the values.
+    """A method and all of its settings; `paper` names the source of the values.
 
-    `provenance` says what values that `kvcli calibrate` found hold for: the model, the text, the curve.
+    `provenance` records the model, the text and the curve of values that `kvcli calibrate` found.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Profile:
 
     @property
     def hash(self) -> str:
-        """Twelve hexadecimal digits over method and settings: same digits, same behaviour asked for."""
+        """Twelve hexadecimal digits over method and settings; equal digits request the same behaviour."""
         body = json.dumps([self.method, self.settings.model_dump(mode="json")], sort_keys=True)
         return hashlib.sha256(body.encode()).hexdigest()[:12]
 
     def for_prompt(self, tokens: int) -> Profile:
-        """Resolve settings that are a share of the prompt, such as a budget, for one of so many tokens.
+        """Resolve settings that are a share of the prompt, such as a budget, for a prompt of `tokens`.
 
         Raises:
-            KvcliError: the method refuses what it comes to (usage).
+            KvcliError: the method refuses the resulting values (usage).
         """
         settings = self.settings.model_dump()
         shares = {key: value for key, value in settings.items() if isinstance(value, Share)}
@@ -63,7 +63,7 @@ class Profile:
         return replace(self, settings=_validate(type(self.settings), self.method, found, source))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for the JSON report, every setting and the hash included."""
+        """Return plain data for the JSON report, with every setting and the hash."""
         return {
             "name": self.name,
             "method": self.method,
@@ -76,7 +76,7 @@ class Profile:
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles that come with kvcli, sorted: its files, and for every other method its defaults."""
+    """List the names of the bundled profiles, sorted: the files, and the defaults of every other method."""
     from kvcli.methods import own_method_names
 
     files = (entry.name for entry in resources.files("kvcli.profiles").iterdir())
@@ -84,7 +84,7 @@ def profile_names() -> list[str]:
 
 
 def profiles_by_method() -> dict[str, list[str]]:
-    """Names of the profiles that come with kvcli, by their method; no method is imported for it."""
+    """Group the names of the bundled profiles by method, without importing any method."""
     found: dict[str, list[str]] = {}
     for name in profile_names():
         found.setdefault(_read(name)[1].method, []).append(name)
@@ -96,13 +96,13 @@ def resolve_profile(
 ) -> Profile:
     """Find the profile that a command line asks for and apply `overrides` on top.
 
-    `profile` is a name of `profile_names()` or a path that ends in .toml; without it the profile named like the
-    method, or the method's own defaults where there is none; without both, `freekv`. An override that is a string
+    `profile` is a name of `profile_names()` or a path that ends in .toml. Without it, the profile named after the
+    method is taken, or the method's own defaults if there is none; without both, `freekv`. An override that is a string
     is read as a TOML value, a bare word as a string, and 4K as a count of tokens.
 
     Raises:
         KvcliError: an unknown name, key or value, with the nearest known name; bad TOML, with line and column; a
-            method that is not the profile's (usage).
+            profile of another method (usage).
     """
     from kvcli.methods import get_method
 
@@ -125,22 +125,22 @@ def resolve_profile(
 
 
 def known_settings(method: str | None = None, profile: str | None = None) -> list[str]:
-    """Names of the settings that `resolve_profile` can override; raises what it would, and imports no torch for it."""
+    """List the settings that `resolve_profile` can override, without importing torch; raises what it would raise."""
     return _found(method, profile)[2]
 
 
 def reference_profile() -> Profile:
-    """The profile of what everything is measured against."""
+    """Return the profile that serves as the reference of every measurement."""
     return resolve_profile(method="full")
 
 
 def verifying_profile(device: str) -> Profile:
-    """The profile of full attention as it checks drafts on a type of device: on a GPU its KV lies in host memory."""
+    """Return the profile of full attention that checks drafts on `device`; on a GPU its KV lies in host memory."""
     return resolve_profile(method="offload" if device == "cuda" else "full")
 
 
 def profile_mismatch(profile: Profile, checkpoint: Checkpoint) -> str | None:
-    """Say in a sentence that `profile` was calibrated on another model than `checkpoint`; None where it was not."""
+    """Return a sentence that `profile` was calibrated on another model than `checkpoint`, or None if it was not."""
     from kvcli.models.loading import fingerprint
 
     made_for = profile.provenance.get("model_hash")
@@ -153,10 +153,10 @@ def profile_mismatch(profile: Profile, checkpoint: Checkpoint) -> str | None:
 
 
 def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
-    """Raise KvcliError (usage) where `profile` was calibrated on another model.
+    """Raise KvcliError (usage) if `profile` was calibrated on another model.
 
-    For what measures quality: a figure would count against a profile that never promised it. Text may be wanted all
-    the same, so a generation says what `profile_mismatch` says and goes on.
+    Measurements of quality call this: a bad figure would be blamed on a profile that never promised a good one. A
+    generation only shows the notice of `profile_mismatch` and continues.
     """
     if (elsewhere := profile_mismatch(profile, checkpoint)) is not None:
         hint = "calibrate it for this model, or take [provenance] out of the file to measure it all the same"
@@ -164,7 +164,7 @@ def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
 
 
 def _found(method: str | None, profile: str | None) -> tuple[str, ProfileFile, list[str]]:
-    """Find the name of a profile, what it holds, and the names of all settings of its method."""
+    """Find the name of a profile, its content, and the names of all settings of its method."""
     from kvcli.methods.card import setting_names
 
     known = setting_names(method) if method is not None else None
@@ -180,7 +180,7 @@ def _found(method: str | None, profile: str | None) -> tuple[str, ProfileFile, l
 
 
 def _read(name: str) -> tuple[str, ProfileFile]:
-    """Read the profile `name`, a bundled name or a path; its settings stay unchecked."""
+    """Read the profile `name`, a bundled name or a path; its settings are not validated."""
     if name.endswith(".toml") or "/" in name:
         path, label = Path(name), Path(name).name.removesuffix(".toml")
         try:
@@ -232,7 +232,7 @@ def _validate(
 
 
 class ProfileFile(BaseModel):
-    """What a profile's file may hold; the settings are validated by their method."""
+    """The content of a profile's file; the method validates the settings."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -244,10 +244,10 @@ class ProfileFile(BaseModel):
 
 
 def parse_profile(name: str, data: bytes) -> ProfileFile:
-    """Read a profile's file; a byte order mark is dropped.
+    """Parse a profile's file; a byte order mark is dropped.
 
     Raises:
-        KvcliError: no UTF-8 text, bad TOML (with line and column), an unknown key or a value of another kind (usage).
+        KvcliError: not UTF-8 text, bad TOML (with line and column), an unknown key, or a value of a wrong type (usage).
     """
     try:
         found = parse_toml(data.decode("utf-8-sig"))
@@ -262,10 +262,10 @@ def parse_profile(name: str, data: bytes) -> ProfileFile:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Read TOML whose numbers are finite and fit into 64 bits, with line ends as they come.
+    """Parse TOML whose numbers are finite and fit into 64 bits, with any line ends.
 
     Raises:
-        ValueError: what is wrong, in one line.
+        ValueError: the problem, in one line.
     """
     try:
         found = tomllib.loads(text.replace("\r\n", "\n"))
@@ -275,19 +275,19 @@ def parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:
-        # Python refuses to convert numbers of thousands of digits, with advice that is not for us.
+        # Python refuses to convert numbers of thousands of digits, with advice that does not apply here.
         raise ValueError("a number is beyond 64 bits" if "digits" in str(error) else str(error)) from None
     return found
 
 
 def shown(value: object) -> str:
-    """Write a value into a message: in quotes where it is text, and cut where it is long."""
+    """Format a value for a message: text in quotes, long values cut."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def nearest(name: str, known: Iterable[str], kind: str) -> str:
-    """Make a hint of the known name nearest to one that is unknown; of all names of that kind where none is near."""
+    """Make a hint from the known name nearest to `name`, or from all known names if none is near."""
     known = list(known)
     if close := get_close_matches(name, known, n=1):
         return f"did you mean {close[0]!r}?"

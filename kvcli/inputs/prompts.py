@@ -1,4 +1,4 @@
-"""Documents from files and standard input, which may be converted first, and questions on them from -p and files."""
+"""Read documents from files and standard input, converting some of them, and questions from -p and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcli.inputs.options import QuestionFirst
 
 STDIN = "-"
 _PIECE, _LONGEST = 1 << 20, 1 << 30  # bytes
-# How files begin that people take for text, what they are, and how they become text.
+# Files that people take for text: their first bytes, their kind, and how to turn them into text.
 _IMAGES = "kvcli runs the text side of models; describe {} in words"
 _KINDS = (
     (
@@ -34,7 +34,7 @@ _KINDS = (
     (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 {} > out.txt"),
     (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 {} > out.txt"),
 )
-# Documents that MarkItDown makes text of (the extra kvcli[documents]), and how it is done by hand.
+# Documents that MarkItDown converts (the extra kvcli[documents]), and how to convert them by hand.
 _PDF, _ZIP = b"%PDF-", b"PK\x03\x04"
 _NAMES = {".pdf": "a PDF file", ".docx": "a Word document", ".html": "an HTML page"}
 _CONVERTERS = {".pdf": "PdfConverter", ".docx": "DocxConverter", ".html": "HtmlConverter"}
@@ -46,7 +46,7 @@ _BY_HAND = {".pdf": "pdftotext {} out.txt", ".docx": _PANDOC, ".html": _PANDOC}
 class Prompt:
     """One prompt before the chat template: a document and a question on it (empty: the text stands alone).
 
-    `id` is what the question is called in the report, where it was given a name.
+    `id` names the question in the report, if it has a name.
     """
 
     source: str
@@ -57,7 +57,7 @@ class Prompt:
 
     @property
     def content(self) -> str:
-        """Document, blank line, question; or in the order that `question_first` says."""
+        """The document, a blank line and the question, or in the order set by `question_first`."""
         if not self.question:
             return self.text
         before = [self.question] if self.question_first != "no" else []
@@ -67,16 +67,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt of several that could not be read; the others go on without it."""
+    """One of several prompts that could not be read; the others continue without it."""
 
     source: str
     error: KvcliError
 
 
 def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prompt | FailedPrompt]:
-    """Read every document ("-" is standard input) and pair it with `question`; without documents the question is it.
+    """Read every document ("-" is standard input) and pair it with `question`, which stands alone without documents.
 
-    Returns one entry a document, in order.
+    Returns one entry per document, in order.
 
     Raises:
         KvcliError: nothing to read, an empty question, standard input named twice, or a bad document that is the only
@@ -102,13 +102,13 @@ def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prom
 
 
 def read_document(name: str) -> str:
-    """Read one text file, or standard input for "-": UTF-8, a byte order mark dropped, line ends made plain.
+    """Read one text file, or standard input for "-", as UTF-8; drop a byte order mark and normalise line ends.
 
-    PDF files, Word documents and HTML pages become text by MarkItDown.
+    MarkItDown converts PDF files, Word documents and HTML pages to text.
 
     Raises:
-        KvcliError: the file is missing, unreadable, no text, blank or of more than a GiB (usage); what is wrong with
-            its bytes is found out while it is read.
+        KvcliError: the file is missing, unreadable, not text, blank or larger than 1 GiB (usage); bad bytes are found
+            while reading.
     """
     source = _source(name)
     try:
@@ -137,7 +137,7 @@ def read_document(name: str) -> str:
 
 
 def _read_text(source: str, file: BinaryIO) -> bytes:
-    """Read in pieces, and stop where it turns out to be no text; documents of other kinds become text."""
+    """Read in pieces and stop at the first sign that it is not text; convert other kinds of documents to text."""
     data = bytearray()
     form = None
     while piece := file.read(_PIECE):
@@ -163,9 +163,9 @@ def _source(name: str) -> str:
 
 
 def _kind_of(name: str, start: bytes) -> str | None:
-    """Tell by a file's name and first bytes which kind of document it is; None where it is none that is converted.
+    """Tell the kind of a document from its name and first bytes; None if it needs no conversion.
 
-    An HTML page is told by its name alone: it is text, too.
+    Only the name tells an HTML page, because it is text itself.
     """
     suffix = PurePath(name).suffix.lower()
     if start.startswith(_PDF):
@@ -176,7 +176,7 @@ def _kind_of(name: str, start: bytes) -> str | None:
 
 
 def _text_of(source: str, kind: str, data: bytes) -> str:
-    """Convert a document, headings and tables marked as in Markdown.
+    """Convert a document to text, with headings and tables marked up as in Markdown.
 
     Raises:
         KvcliError: the converter is not installed, or cannot read the document (usage).
@@ -188,10 +188,10 @@ def _text_of(source: str, kind: str, data: bytes) -> str:
         hint = f"pip install 'kvcli[documents]' reads it; or {by_hand}"
         raise usage_error(f"{source}: {_NAMES[kind]}, not plain text", hint) from None
     try:
-        # Not by the class that chooses among them: it takes what one of them cannot read for plain text.
+        # MarkItDown's own dispatcher would take what a converter cannot read for plain text.
         converter = getattr(converters, _CONVERTERS[kind])()
         found = converter.convert(BytesIO(data), StreamInfo(extension=kind))
-    except Exception as error:  # whatever its parsers raise
+    except Exception as error:  # the parsers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise usage_error(f"{source}: {_NAMES[kind]} that cannot be converted: {reason[:200]}", by_hand) from error
     if not found.markdown.strip():
@@ -201,19 +201,19 @@ def _text_of(source: str, kind: str, data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and what it is called in the report, where it was given a name."""
+    """A question and, if it has one, its name in the report."""
 
     text: str
     id: str | None = None
 
 
 def read_questions(prompts: Sequence[str], file: str | None = None) -> list[Question]:
-    """Put the questions of -p before those of a file ("-" is standard input), a line each; blank lines are skipped.
+    """Read questions from -p, then from a file ("-" is standard input), one per line; blank lines are skipped.
 
-    A file whose first line begins with "{" is JSONL: objects with `question` and, if they like, `id`.
+    A file whose first line begins with "{" is JSONL: objects with `question` and an optional `id`.
 
     Raises:
-        KvcliError: an empty question, a file without one, or a line that is none, with its number (usage).
+        KvcliError: an empty question, a file without questions, or a malformed line, with its number (usage).
     """
     for prompt in prompts:
         if not prompt.strip():
@@ -230,7 +230,7 @@ def read_questions(prompts: Sequence[str], file: str | None = None) -> list[Ques
 def ask(
     entries: Sequence[Prompt | FailedPrompt], questions: Sequence[Question], first: QuestionFirst = "no"
 ) -> list[Prompt | FailedPrompt]:
-    """Ask every question on every document, one document after another; without questions the texts stand alone."""
+    """Ask every question on every document, document by document; without questions the texts stand alone."""
     asked: list[Prompt | FailedPrompt] = []
     for entry in entries:
         if isinstance(entry, FailedPrompt) or not questions:

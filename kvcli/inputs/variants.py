@@ -1,4 +1,4 @@
-"""What is compared: methods and profiles with every budget that is asked for, and what papers compared.
+"""Variants to compare: methods and profiles with every requested budget, and the comparisons of papers.
 
 A paper is a set of profiles: every method with the settings with which the paper ran it. Its main tables are suites,
 each a set of profiles with budgets and sampling, which one command repeats.
@@ -23,7 +23,7 @@ PREFIX = "paper-"
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: a method or a profile, at one budget where it has such a setting."""
+    """One row of the table: a method or a profile, at one budget if it has that setting."""
 
     name: str
     budget: int | None
@@ -35,13 +35,13 @@ class Variant:
         return self.name if self.budget is None else f"{self.name} {self.budget}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for the JSON report; a budget that is a share is text, such as "20%"."""
+        """Return plain data for the JSON report; a budget that is a share is text, such as "20%"."""
         profile = self.profile.as_dict()
         return {"label": self.label, "name": self.name, "budget": profile["settings"].get("budget"), **profile}
 
 
 def ablated(variant: Variant) -> list[Variant]:
-    """What `variant` is built of, as its method declares (`Method.ablation`): with parts switched off or changed.
+    """Derive the ablations of `variant` that its method declares (`Method.ablation`), with parts off or changed.
 
     A part that does not go with the variant's settings, such as groups larger than its budget, is left out.
     """
@@ -59,10 +59,10 @@ def ablated(variant: Variant) -> list[Variant]:
 def variants(
     methods: Sequence[str], profiles: Sequence[str], budgets: Sequence[int], settings: Mapping[str, str]
 ) -> list[Variant]:
-    """Combine what a command line names, methods first, budgets in the order given.
+    """Combine the names of a command line, methods first, budgets in the order given.
 
-    `settings` go to every method that has them. A method without a budget is there once; without `budgets` the others
-    keep their own. A profile `paper-NAME` stands for all that a paper ran (`read_paper`).
+    `settings` go to every method that has them. A method without a budget occurs once; without `budgets` the others
+    keep their own. A profile `paper-NAME` stands for everything that a paper ran (`read_paper`).
 
     Raises:
         KvcliError: usage: an unknown name, a value that a method refuses, a setting that no method has, a name twice.
@@ -95,7 +95,7 @@ def variants(
 
 
 class _Named(NamedTuple):
-    """What a command line names: a method or a profile, or one of a paper's with its settings and source."""
+    """A name on a command line: a method or a profile, or one of a paper's with its settings and source."""
 
     name: str
     method: str | None
@@ -113,7 +113,7 @@ def _of_paper(name: str) -> list[_Named]:
 
 
 class PaperRun(BaseModel):
-    """One method as the paper ran it: its settings beside the method's own, and the tables and figures."""
+    """One method as the paper ran it: its settings that differ from the method's own, and the tables and figures."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -125,7 +125,7 @@ class PaperRun(BaseModel):
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper and what it ran."""
+    """A paper and its runs."""
 
     title: str
     paper: str
@@ -133,13 +133,13 @@ class Paper:
 
 
 def paper_names() -> list[str]:
-    """Names of the papers, sorted; a set of profiles is called `paper-NAME`."""
+    """List the names of the papers, sorted; a set of profiles is called `paper-NAME`."""
     files = (entry.name for entry in (resources.files("kvcli.profiles") / "papers").iterdir())
     return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
 
 def read_paper(name: str) -> Paper:
-    """Find a paper by its name, with or without `paper-` before it.
+    """Find a paper by its name, with or without the prefix `paper-`.
 
     Raises:
         KvcliError: there is none (usage); the hint names the nearest.
@@ -152,7 +152,7 @@ def read_paper(name: str) -> Paper:
 
 
 class TableSuite(BaseModel):
-    """What a paper's table compares and how; `budgets` as --budget takes them."""
+    """The methods that a paper's table compares, and how; `budgets` as --budget takes them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

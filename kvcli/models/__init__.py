@@ -1,1 +1,1 @@
-"""Checkpoints: their files, their geometry, their rotary positions, loading them or making them up."""
+"""Checkpoints: their files, geometry and rotary positions; loading them or making random ones."""

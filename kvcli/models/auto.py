@@ -1,4 +1,4 @@
-"""Which class of transformers makes a model of a config, how its rotary module is asked, and what it says."""
+"""Find the transformers class for a config, its decoder, and the output of its rotary module."""
 
 from collections.abc import Collection
 from functools import cache
@@ -18,13 +18,13 @@ from transformers import (
 from kvcli.compat import auto_class
 
 Angles = tuple[Tensor, Tensor] | Tensor
-"""What a rotary module gives: cosines and sines, or complex numbers (llama4, deepseek_v2)."""
+"""The output of a rotary module: cosines and sines, or complex numbers (llama4, deepseek_v2)."""
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """Choose the class for a config: one for text alone or, where there is none, the text side of another.
+    """Choose the class for a config: one for text alone or, if there is none, the text side of another.
 
-    Of a model that also sees images or hears, the modules that text never passes are neither made nor loaded.
+    The modules of a multimodal model that text never passes are neither made nor loaded.
     """
     auto: Any = AutoModelForCausalLM
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
@@ -38,7 +38,7 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 @cache
 def _text_side(whole: type[PreTrainedModel]) -> Any:
-    """Derive a class whose models hold the decoder, what it lies in, and the head that makes logits."""
+    """Derive a class whose models hold only the decoder, the modules around it, and the head that makes logits."""
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
@@ -48,7 +48,7 @@ def _text_side(whole: type[PreTrainedModel]) -> Any:
 
 
 def _keep_only(kept: Collection[nn.Module | None], module: nn.Module) -> None:
-    """Take out of a module all that neither is one of those kept nor holds one."""
+    """Remove all submodules that neither are nor hold one of those kept."""
     for name, child in list(module.named_children()):
         if child in kept:
             continue
@@ -59,14 +59,14 @@ def _keep_only(kept: Collection[nn.Module | None], module: nn.Module) -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The stack of decoder layers inside a causal language model: its `layers`, and its `rotary_emb` if it has one."""
+    """Return the decoder of a causal language model: its `layers`, and its `rotary_emb` if it has one."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    inner: nn.Module | None = getattr(decoder, "model", None)  # what it finds in llama4 is the whole model
+    inner: nn.Module | None = getattr(decoder, "model", None)  # in llama4 it finds the whole model
     return decoder if inner is None or hasattr(decoder, "layers") else inner
 
 
 def angles_at(rotary: nn.Module, like: Tensor, positions: Tensor, layer_type: str | None) -> Angles:
-    """Call a rotary module for positions [n] of text -> its angles, [1, n, r] each; `like` tells dtype and device."""
+    """Call a rotary module for positions [n] of text -> its angles, [1, n, r] each; `like` gives dtype and device."""
     # One row for each axis of models that also see images.
     positions = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions[None]
     angles: Angles = rotary(like, positions, *(() if layer_type is None else (layer_type,)))

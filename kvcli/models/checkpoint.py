@@ -1,7 +1,7 @@
-"""What is wrong with a model's files, and what transformers' errors mean for the user.
+"""Check a model's files, and explain transformers' errors to the user.
 
-Directories are checked before transformers sees them: it reads a missing directory as a repository name, and finds
-a damaged file only after minutes of loading.
+Directories are checked before transformers sees them: it reads a missing directory as a repository name, and finds a
+damaged file only after minutes of loading.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ Activation = Annotated[str, AfterValidator(_activation)]
 
 
 class JsonFile(BaseModel):
-    """Any of them: a JSON object; what is not declared is left to transformers."""
+    """Any of the JSON files: an object; fields that are not declared are left to transformers."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class ModelConfig(JsonFile):
-    """The sizes in config.json that models are built by, where it has them; also those of a text model within."""
+    """The sizes in config.json that models are built from, if it has them, including those of an inner text model."""
 
     num_hidden_layers: Size | None = None
     num_attention_heads: Size | None = None
@@ -100,7 +100,7 @@ class GenerationFile(JsonFile):
 
 
 class ShardIndex(JsonFile):
-    """Which file holds which weight; transformers wants the metadata, too."""
+    """The file of each weight; transformers also requires the metadata."""
 
     metadata: dict[str, Any]
     weight_map: Annotated[dict[str, Annotated[str, AfterValidator(_file_name)]], Field(min_length=1)]
@@ -113,7 +113,7 @@ def read_json(path: Path, kind: type[File]) -> File:
     """Read a JSON file of this kind.
 
     Raises:
-        KvcliError: the file cannot be read, is a Git LFS pointer or no JSON object, or holds a value that it must not.
+        KvcliError: the file cannot be read, is a Git LFS pointer or not a JSON object, or holds a forbidden value.
     """
     check_pointer(path)
     try:
@@ -127,7 +127,7 @@ def read_json(path: Path, kind: type[File]) -> File:
             raise KvcliError(f"{path} is not valid JSON: {said}", "get that file again") from error
         if not problem["loc"]:
             raise KvcliError(f"{path} holds no JSON object", "get that file again") from error
-        # Of a union pydantic names the branch as well: "constrained-int", "str".
+        # For a union pydantic also names the branch: "constrained-int", "str".
         names = (str(part) for part in problem["loc"] if part not in ("int", "str"))
         place = ".".join(name for name in names if name.isidentifier())
         said = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -136,7 +136,7 @@ def read_json(path: Path, kind: type[File]) -> File:
 
 
 def check_pointer(path: Path) -> None:
-    """Raise KvcliError where a file cannot be read or is what Git LFS puts in its place."""
+    """Raise KvcliError if a file cannot be read or is a Git LFS pointer."""
     try:
         with path.open("rb") as file:
             head = file.read(len(_LFS))
@@ -147,7 +147,7 @@ def check_pointer(path: Path) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise KvcliError where a file's header is damaged, or announces other data than the file holds."""
+    """Raise KvcliError if a file's header is damaged, or announces other data than the file holds."""
     try:
         with safe_open(path, framework="pt") as file:
             file.keys()
@@ -198,7 +198,7 @@ def check_config(path: Path) -> None:
 
 
 def check_files(path: Path) -> None:
-    """Raise KvcliError where the directory lacks weights, or a weight or tokenizer file is missing or damaged."""
+    """Raise KvcliError if the directory lacks weights, or a weight or tokenizer file is missing or damaged."""
     if (path / "model.safetensors").is_file():
         weights = [path / "model.safetensors"]
     elif (index := path / "model.safetensors.index.json").is_file():
@@ -225,7 +225,7 @@ def check_files(path: Path) -> None:
 
 
 def notices(path: Path | None) -> list[str]:
-    """What a user should know of a checkpoint's directory although it can be used."""
+    """List what a user should know about a checkpoint's directory that can be used."""
     config = None if path is None else path / "config.json" if path.is_dir() else path
     named = read_json(config, ModelConfig).attn_implementation if config is not None else None
     if named is None or named == "eager":
@@ -234,7 +234,7 @@ def notices(path: Path | None) -> list[str]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust failed: its panics are no `Exception`, and their class cannot be imported."""
+    """Tell whether a Rust library panicked: panics are not `Exception`s, and their class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
@@ -243,7 +243,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def explain(error: Exception, name: str, offline: bool) -> KvcliError:
-    """Turn what transformers, the hub or torch raised while loading `name` into one line and a way out."""
+    """Turn an error of transformers, the hub or torch from loading `name` into one line and a way out."""
     chain = list(_chain(error))
     text = " ".join(str(error).split())
 
@@ -273,7 +273,7 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
         return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", WAY_OUT, ExitCode.USAGE)
     if caused_by(SafetensorError):
         return KvcliError(f"the weights of {name} are damaged ({text})", "get them again")
-    # The second: transformers would draw what is missing, and there is no such number of 8 bits.
+    # The second: transformers would draw what is missing at random, which 8-bit types do not support.
     if "automatic conversion of the weights" in text or "normal_kernel" in text:
         what = f"{name} lacks parts of its quantised weights, or they are not what config.json says"
         return KvcliError(what, "the files are incomplete or belong to another config.json: get them again")
@@ -297,7 +297,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars, logs and warnings of transformers and the hub; what was set before comes back."""
+    """Silence the progress bars, logs and warnings of transformers and the hub within this context."""
     log, hub_log = transformers.logging, huggingface_hub.logging
     verbosity, hub_verbosity = log.get_verbosity(), hub_log.get_verbosity()
     bars, hub_bars = log.is_progress_bar_enabled(), not are_progress_bars_disabled()
@@ -314,7 +314,7 @@ def quiet() -> Iterator[None]:
         hub_log.set_verbosity(hub_verbosity)
         if bars:
             log.enable_progress_bar()  # type: ignore[no-untyped-call]
-        # After transformers' own switch, which throws the hub's as well.
+        # After transformers' own switch, which also throws the hub's.
         if hub_bars:
             enable_progress_bars()
         else:

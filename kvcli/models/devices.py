@@ -1,4 +1,4 @@
-"""Which devices a name means, and which of them a model takes."""
+"""Resolve device names, and place a model's layers on devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvcli.sizes import format_bytes
 
 
 def resolve_device(name: str) -> torch.device:
-    """Choose the device: auto takes the current CUDA device where there is one; raises KvcliError (usage) if absent."""
+    """Choose the device: auto takes the current CUDA device, if any; raises KvcliError (usage) if it is absent."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -41,7 +41,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_devices(names: str) -> tuple[torch.device, ...]:
-    """Choose the devices of a list with commas: several GPUs, or pieces of one CPU, on which layers are tried out.
+    """Choose the devices of a comma-separated list: several GPUs, or pieces of one CPU, on which layers are tried out.
 
     Raises:
         KvcliError: there is no such device, or they cannot work together (usage).
@@ -58,7 +58,7 @@ def resolve_devices(names: str) -> tuple[torch.device, ...]:
 
 
 def another_machine(names: str) -> tuple[torch.device, ...]:
-    """The GPUs of another machine, one or as many as are named; none where they are no other machine's."""
+    """Return the GPUs of another machine, one or as many as are named; empty if they are on no other machine."""
     if names in ("auto", "cuda"):
         return (torch.device("cuda"),)
     return tuple(map(torch.device, names.split(","))) if "," in names and "cpu" not in names else ()
@@ -72,9 +72,9 @@ def placed(
     devices: Sequence[torch.device],
     free: Sequence[int] | None = None,
 ) -> Placement | None:
-    """Place the layers of a model on the devices that were named; None where all lie on one.
+    """Place the layers of a model on the named devices; None if all lie on one.
 
-    "auto" takes all GPUs where the current one does not hold the weights. `free` bytes are what each device has, by
+    "auto" takes all GPUs if the current one does not hold the weights. `free` gives the free bytes of each device, by
     default those of this machine.
 
     Raises:
@@ -91,10 +91,10 @@ def placed(
     return place(build_on_meta(config, dtype), geometry, devices, free or free_memory(devices))
 
 
-# On which of several devices each part of a model lies: whole decoder layers, in their order.
+# The device of each part of a model on several devices: whole decoder layers, in order.
 
 _TRIED = 64
-"""The room for caches is found to one part in so many."""
+"""The room for caches is found to one part in this many."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,18 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """Say which layers: "cuda:0 has 0-15"."""
+        """Name the device and its layers: "cuda:0 has 0-15"."""
         layers = "none" if self.last < self.first else f"{self.first}-{self.last}"
         return f"{self.device} has {layers if self.last != self.first else self.first}"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of a model lie.
+    """The devices of the parts of a model.
 
-    `modules` has the device of the embeddings, of each decoder layer, and of what comes behind them, by name; `layers`
-    that of the decoder layers, `attending` of those that attend, `keeping` of those that keep a state. Several pieces
-    may lie on one device.
+    `modules` has the device of the embeddings, of each decoder layer, and of what follows them, by name; `layers` that
+    of the decoder layers, `attending` of those that attend, `keeping` of those that keep a state. Several pieces may
+    lie on one device.
     """
 
     modules: Mapping[str, torch.device]
@@ -137,7 +137,7 @@ class Placement:
 
     @property
     def first(self) -> torch.device:
-        """Where tokens go in, and logits come out."""
+        """The device where tokens go in, and logits come out."""
         return self.pieces[0].device
 
     @property
@@ -151,11 +151,11 @@ class Placement:
         return tuple(piece.device for piece in self.pieces for _ in range(piece.first, piece.last + 1))
 
     def weights(self, device: torch.device) -> int:
-        """Bytes of the weights on a device."""
+        """Return the bytes of the weights on a device."""
         return sum(piece.weights for piece in self.pieces if piece.device == device)
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """Give what a report says of it."""
+        """Return the placement's part of a report."""
         return [
             {"device": str(piece.device), "layers": [piece.first, piece.last], "weight_bytes": piece.weights}
             for piece in self.pieces
@@ -167,22 +167,22 @@ Place: TypeAlias = torch.device | Placement
 
 
 def first_of(place: Place) -> torch.device:
-    """The device where tokens go in."""
+    """Return the device where tokens go in."""
     return place.first if isinstance(place, Placement) else place
 
 
 def all_of(place: Place) -> tuple[torch.device, ...]:
-    """Each device once."""
+    """Return each device once."""
     return place.devices if isinstance(place, Placement) else (place,)
 
 
 def placement_of(place: Place) -> Placement | None:
-    """Where the layers lie, if not all on one device."""
+    """Return the placement of the layers, if not all lie on one device."""
     return place if isinstance(place, Placement) else None
 
 
 def free_memory(devices: Sequence[torch.device]) -> list[int]:
-    """Free bytes of each device; pieces on the CPU have equal parts of what the host has."""
+    """Return the free bytes of each device; pieces on the CPU share the host's equally."""
     host = psutil.virtual_memory().available // len(devices)
     return [torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host for device in devices]
 
@@ -190,7 +190,7 @@ def free_memory(devices: Sequence[torch.device]) -> list[int]:
 def place(
     model: PreTrainedModel, geometry: ModelGeometry, devices: Sequence[torch.device], free: Sequence[int]
 ) -> Placement:
-    """Place a model, which is on the meta device, on devices with so many free bytes each.
+    """Place a model, which is on the meta device, on devices with `free` bytes each.
 
     Raises:
         KvcliError: they do not hold the weights (will not fit); there are fewer layers than devices (usage).
@@ -201,7 +201,7 @@ def place(
     attending = iter(geometry.layers)
     of_layers = [next(attending) if layer.attention else None for layer in geometry.decoder]
     sizes = [0 if each is None or each.window is not None else each.token_size for each in of_layers]
-    sizes = sizes if any(sizes) else [1] * geometry.depth  # what caches take does not grow with the prompt
+    sizes = sizes if any(sizes) else [1] * geometry.depth  # caches do not grow with the prompt
     most = sum(free) // sum(sizes)
     least, beyond, found = 0, most + 1, _mapped(model, [0] * geometry.depth, free)
     while found is not None and beyond - least > max(1, most // _TRIED):
@@ -216,19 +216,19 @@ def place(
 
 
 def _mapped(model: PreTrainedModel, rooms: Sequence[int], free: Sequence[int]) -> dict[str, int] | None:
-    """Map the parts of a model, each layer with so many bytes beside its weights, to the numbers of devices.
+    """Map the parts of a model to device numbers, with the bytes `rooms` for each layer in addition to its weights.
 
-    None where they do not fit.
+    Returns None if they do not fit.
     """
     from accelerate import infer_auto_device_map
 
     layers: Any = decoder_of(model).layers
     log = logging.getLogger("accelerate.utils.modeling")  # warns of devices that this machine lacks
     before, log.level = log.level, logging.ERROR
-    for layer, room in zip(layers, rooms, strict=True):  # a buffer is counted as weights are
+    for layer, room in zip(layers, rooms, strict=True):  # buffers count like weights
         layer.register_buffer("kvcli_room", torch.empty(room, dtype=torch.uint8, device="meta"), persistent=False)
     try:
-        # Number 0 holds nothing: of its first device accelerate keeps as much free as the largest layer takes.
+        # Number 0 holds nothing: accelerate keeps room for the largest layer free on its first device.
         memory: dict[int | str, int | str] = {0: 0, **dict(enumerate(free, 1))}
         kinds = sorted({type(layer).__name__ for layer in layers})
         found = infer_auto_device_map(model, memory, kinds, clean_result=False, offload_buffers=True)
@@ -241,14 +241,14 @@ def _mapped(model: PreTrainedModel, rooms: Sequence[int], free: Sequence[int]) -
 
 
 def _looked_up(found: Mapping[str, Any], name: str) -> Any:
-    """Find a part of a model in a map that may name what it lies in."""
+    """Find a part of a model in a map that may name an enclosing module."""
     while name not in found:
         name = name.rpartition(".")[0]
     return found[name]
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Name what is placed as one, in the order of a model: decoder layers, and modules with weights outside of them."""
+    """Name the parts that are placed as one, in a model's order: decoder layers, and other modules with weights."""
     layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
     inside = {module for layer in layers for module in layer.modules()}
     return {
@@ -267,7 +267,7 @@ def _placement(
     weights, seen = Counter[int](), set[nn.Parameter]()
     for name, module in parts.items():
         for weight in module.parameters():
-            if weight not in seen:  # embeddings that are the head, too
+            if weight not in seen:  # embeddings may also be the head
                 weights[found[name]] += weight.nbytes
                 seen.add(weight)
     begun = [sum(layer < number for layer in layers) for number in range(len(devices) + 1)]
@@ -281,14 +281,14 @@ def _placement(
 
 
 def device_map(place: Place) -> dict[str, torch.device]:
-    """Say where transformers is to load what; what is no part that was placed has no weights."""
+    """Return transformers' device map; modules outside the placed parts have no weights."""
     if isinstance(place, Placement) and len(place.devices) > 1:
         return {**place.modules, "": place.first}
     return {"": first_of(place)}
 
 
 def take_hooks_out(module: PreTrainedModel) -> None:
-    """Take out the hooks that accelerate puts around modules; `kvcli.runtime.device_transfer` moves their inputs."""
+    """Remove the hooks that accelerate adds to modules; `kvcli.runtime.device_transfer` moves their inputs."""
     from accelerate.hooks import remove_hook_from_module
 
     if any(hasattr(each, "_hf_hook") for each in module.modules()):

@@ -1,4 +1,4 @@
-"""Made-up models: the right shapes with random weights, to measure time and memory without a checkpoint."""
+"""Random models: the right shapes with random weights, to measure time and memory without a checkpoint."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,10 +18,10 @@ _SEED = 0
 def random_model(
     config: PreTrainedConfig, dtype: torch.dtype, where: Place, form: WeightForm | None = None
 ) -> PreTrainedModel:
-    """Make the model of `config` on a device or several, drawing each weight once as its architecture initialises it.
+    """Make the model of `config` on one device or several, drawing each weight once as its architecture initialises it.
 
-    All of it is there in `dtype` before it is brought into a `form`.
-    The same config, dtype and devices give the same weights; the global random state is left as it was.
+    The whole model exists in `dtype` before it is brought into a `form`. The same config, dtype and devices give the
+    same weights; the global random state is left as it was.
     """
     devices = all_of(where)
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
@@ -38,7 +38,7 @@ def random_model(
 
 
 def allocate(model: PreTrainedModel, where: Placement) -> None:
-    """Give the parts of a model that is on the meta device memory where they are to lie, uninitialised."""
+    """Allocate uninitialised memory for a model on the meta device, each part where it is to lie."""
     for name, device in where.modules.items():
         model.get_submodule(name).to_empty(device=device)
     for module in model.modules():  # rotary frequencies, which `init_weights` computes
@@ -49,7 +49,7 @@ def allocate(model: PreTrainedModel, where: Placement) -> None:
 
 
 def fallback_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
-    """Give a tokenizer whose ids a vocabulary of `vocab_size` holds: the demo model's where it fits, else bytes."""
+    """Return a tokenizer whose ids fit a vocabulary of `vocab_size`: the demo model's if possible, else bytes."""
     try:
         demo: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(bundled_model(), local_files_only=True)
         if len(demo) <= vocab_size:

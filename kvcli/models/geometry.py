@@ -1,4 +1,4 @@
-"""What a checkpoint's layers look like, read from its config alone, and the models that are refused for it.
+"""Describe a checkpoint's layers from its config alone, and refuse models that kvcli cannot run.
 
 Nothing is allocated: the model is built on the meta device, where `kvcli.models.layers` finds what its layers are.
 """
@@ -27,7 +27,7 @@ from kvcli.models.weights import WeightForm
 
 
 class WeightCounts(NamedTuple):
-    """How many weights there are, in the parts of `WeightParts`."""
+    """The numbers of weights in the parts of `WeightParts`."""
 
     projections: int
     mlp: int
@@ -37,9 +37,9 @@ class WeightCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightParts:
-    """Bytes of weights by what a step does with them: all `projections` of attention, the `mlp`s with all else in the
-    layers but experts, all `experts`, and the `head` that makes logits. A token goes through `active` of the experts.
-    `counts` has the same parts in weights, each of which is multiplied and added once for a token.
+    """Bytes of weights by their use in a step: all `projections` of attention, the `mlp`s with everything else in the
+    layers except experts, all `experts`, and the `head` that makes logits. A token goes through the fraction `active`
+    of the experts. `counts` has the same parts in weights, each of which is multiplied and added once per token.
     """
 
     projections: int
@@ -55,7 +55,7 @@ class WeightParts:
         return self.counts.mlp + round(self.counts.experts * self.active)
 
     def used(self, tokens: int) -> int:
-        """Bytes in the MLPs that a step of so many tokens reads, if their experts are drawn independently."""
+        """Return the bytes in the MLPs that a step of `tokens` reads, if their experts are drawn independently."""
         return self.mlp + round(self.experts * (1 - (1 - self.active) ** tokens))
 
 
@@ -68,7 +68,7 @@ class ModelGeometry:
     states: tuple[StateGeometry, ...]
     """Those that keep a state, in order."""
     decoder: tuple[DecoderLayer, ...]
-    """All of them, with what they hold."""
+    """All of them, with their modules."""
     hidden_size: int
     intermediate_size: int
     vocab_size: int
@@ -76,28 +76,28 @@ class ModelGeometry:
     weight_bytes: int
     parts: WeightParts
     form: WeightForm | None = None
-    """How weights are held that are not in the dtype."""
+    """The form of weights that are not in the dtype."""
     spared: tuple[str, ...] = ()
     """Linear layers whose weights are in the dtype all the same."""
 
     @property
     def weights(self) -> str:
-        """What to call the form of the weights in a report."""
+        """The name of the weights' form in a report."""
         return "auto" if self.form is None else self.form.label
 
     @property
     def depth(self) -> int:
-        """Decoder layers, whatever they hold."""
+        """Number of decoder layers, of any kind."""
         return len(self.decoder)
 
     @property
     def strides(self) -> list[int]:
-        """Decoder layers that each layer that attends stands for: those after the one before it, the last the rest."""
+        """Decoder layers that each attending layer stands for: those since the one before; for the last, the rest."""
         places = [place for place, layer in enumerate(self.decoder) if layer.attention]
         return [after - before for before, after in pairwise([0, *(place + 1 for place in places[:-1]), self.depth])]
 
     def beyond_positions(self, tokens: int, name: str) -> str | None:
-        """Say that so many tokens are more than the model, called `name`, was made for; None where they are not."""
+        """Return a sentence if `tokens` exceed the positions that the model, called `name`, was made for; else None."""
         limit = self.max_positions
         if limit is None or tokens <= limit:
             return None
@@ -115,7 +115,7 @@ def geometry_of(
 ) -> ModelGeometry:
     """Describe the model of `config` with weights in `dtype`, or of a `form`, without allocating it.
 
-    `stored` is what files hold that are read as they are.
+    `stored` has the tensors of files that are read as they are.
 
     Raises KvcliError (usage) for a model that kvcli cannot run, naming the model type and the reason.
     """
@@ -149,19 +149,19 @@ def geometry_of(
 
 
 def geometry_of_model(model: PreTrainedModel, known: ModelGeometry | None = None) -> ModelGeometry:
-    """Describe a model that is loaded; found out once, where it is not `known`."""
+    """Describe a loaded model; computed once, unless it is `known`."""
     if model not in _KNOWN:
         _KNOWN[model] = known or geometry_of(model.config, model.dtype)
     return _KNOWN[model]
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention modules of a model that is loaded, in the order of `ModelGeometry.layers`."""
+    """List the attention modules of a loaded model, in the order of `ModelGeometry.layers`."""
     return [model.get_submodule(layer.attention) for layer in geometry_of_model(model).decoder if layer.attention]
 
 
 def state_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of a model that keep a state, in the order of `ModelGeometry.states`."""
+    """List the modules of a model that keep a state, in the order of `ModelGeometry.states`."""
     return [model.get_submodule(layer.state) for layer in geometry_of_model(model).decoder if layer.state]
 
 
@@ -171,9 +171,9 @@ def _as_stored(
     form: WeightForm | None,
     stored: Mapping[str, StoredTensor] | None,
 ) -> int | None:
-    """Bytes of a model whose files are read as they are, but for numbers that are made to be of its dtype.
+    """Count the bytes of a model whose files are read as they are, except for numbers converted to its dtype.
 
-    None where that is not how they are read, or where the files call the weights by other names.
+    Returns None if they are not read so, or if the files use other names for the weights.
     """
     own = {name: weight.nbytes for name, weight in model.named_parameters() if name not in held}
     if form is None or form.widened or not stored or (form.bits is not None and not own.keys() <= stored.keys()):
@@ -214,7 +214,7 @@ def _parts(
 
 
 def _refuse(config: PreTrainedConfig) -> None:
-    """Refuse what its config alone shows to be none of ours."""
+    """Refuse models that the config alone shows to be unsupported."""
     if config.is_encoder_decoder:
         raise refusal(config, "it is an encoder-decoder model")
     if getattr(config.get_text_config(decoder=True), "index_topk", None):
@@ -222,7 +222,7 @@ def _refuse(config: PreTrainedConfig) -> None:
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model of shapes alone; raises KvcliError (usage) for a config that none can be made of."""
+    """Make a model of shapes alone; raises KvcliError (usage) if the config makes none."""
     config = copy.deepcopy(config)  # the attention implementation is stored in it
     try:
         with torch.device("meta"):
@@ -246,7 +246,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 
 
 def _unknown_rope_type(config: PreTrainedConfig) -> str | None:
-    """The first kind of rotary scaling that transformers has no rule for; layers of several types have one each."""
+    """Return the first kind of rotary scaling unknown to transformers; layers of several types have one each."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     rules = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     kinds = (str(rule["rope_type"]) for rule in rules if "rope_type" in rule)

@@ -1,9 +1,9 @@
-"""Checkpoints that are a GGUF file: llama.cpp's format of weights in blocks, with sizes and tokenizer beside them.
+"""GGUF checkpoints: llama.cpp's format of weights in blocks, with sizes and tokenizer in the same file.
 
-The header is read here, with every length held against the file before anything is read of it: `gguf` and transformers
-have readers, but of a damaged file they read what is not there. Names, types and the meaning of keys are theirs. The
-weights stay as the file has them (`kvcli.kernels.packed_linear`); only what llama.cpp's converter did to some of them
-is undone: it permutes the rows of Llama's queries and keys, and adds 1 to Gemma's norms.
+The header is parsed here, and every length is checked against the file before anything is read by it: the readers of
+`gguf` and transformers read past the end of a damaged file. Names, types and the meaning of keys are theirs. The
+weights stay as they are in the file (`kvcli.kernels.packed_linear`); only llama.cpp's changes to some of them are
+undone: its converter permutes the rows of Llama's queries and keys, and adds 1 to Gemma's norms.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _OTHER_FILES = "take the model's safetensors files"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_LINE = 64  # bytes that a processor reads at once
-_DIMENSIONS = 4  # that a tensor has at most
+_LINE = 64  # bytes of a cache line
+_DIMENSIONS = 4  # of a tensor, at most
 
 
 class PackedTensor(NamedTuple):
-    """A tensor in a file: its shape in torch's order, the name of its type, and where its bytes are."""
+    """A tensor in a file: its shape in torch's order, the name of its type, and the place of its bytes."""
 
     file: Path
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class PackedTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a GGUF checkpoint says of itself, those of its parts together; its `files` are in order."""
+    """The header of a GGUF checkpoint, merged from its parts; its `files` are in order."""
 
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Header(NamedTuple):
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def of_tokenizer(self, key: str, default: Any = None) -> Any:
-        """Look up what belongs to the tokenizer."""
+        """Look up a value of the tokenizer."""
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
 
 
@@ -114,7 +114,7 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
 
 
 class _Reader:
-    """Reads a header; nothing is taken for a length that is longer than what is left of the file."""
+    """Reads a header; no length is accepted that exceeds the rest of the file."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self.path, self.file, self.left = path, file, size
@@ -132,7 +132,7 @@ class _Reader:
         return {self.string(): self.value() for _ in range(self.within(self.number("Q"), 12))}
 
     def tensors(self, metadata: Mapping[str, Any]) -> Iterator[tuple[str, PackedTensor]]:
-        """Read the list of tensors, and hold them against the bytes that the file has."""
+        """Read the list of tensors, and check it against the bytes of the file."""
         found: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(self.within(self.count, 24)):
             name, dimensions = self.string(), self.number("I")
@@ -165,11 +165,11 @@ class _Reader:
             yield name, PackedTensor(self.path, shape, type_name, start + offset, total)
 
     def damaged(self, what: str) -> KvcliError:
-        """Make the error."""
+        """Make the error of a damaged file."""
         return KvcliError(f"{self.path} is damaged: {what}", _AGAIN)
 
     def within(self, count: int, least: int) -> int:
-        """Give back a number of things, of which each takes so many bytes at least, where the file can hold them."""
+        """Return the number of things of at least `least` bytes each, if the file can hold them."""
         if count * least > self.left:
             raise KvcliError(f"{self.path} is damaged or cut off: it ends within its header", _AGAIN)
         return count
@@ -209,7 +209,7 @@ class _Reader:
 
 
 def _shown(name: str) -> str:
-    """Write a name from a file so that it is one word of a line."""
+    """Format a name from a file so that it is one word of a line."""
     return name if re.fullmatch(r"[\w.-]{1,80}", name, re.ASCII) else repr(name[:40])
 
 
@@ -222,7 +222,7 @@ def _type_name(kind: int) -> str:
         return f"type {kind}"
 
 
-# A model's config, from llama.cpp's keys by transformers' own table of them.
+# A model's config, made from llama.cpp's keys by transformers' own table of them.
 
 _MODEL_TYPES = {
     "llama": "llama",
@@ -233,10 +233,10 @@ _MODEL_TYPES = {
     "phi3": "phi3",
     "starcoder2": "starcoder2",
 }
-"""Architectures by llama.cpp's names, with transformers' types of model."""
+"""llama.cpp's names of architectures, with transformers' model types."""
 
 _SCALED_BY_HIDDEN_SIZE = {("gemma2", 46), ("gemma3", 62)}
-"""Gemma's models of 27 billion weights, by their layers: only their queries are not scaled by the head's size."""
+"""Gemma models of 27 billion weights, by their layers: only their queries are not scaled by the head's size."""
 
 _ENDS = {
     "<|im_end|>",
@@ -249,14 +249,14 @@ _ENDS = {
     "<EOT>",
     "</s>",
 }
-"""Control tokens that end an answer or a turn in the models of these architectures, whether or not a file says so."""
+"""Control tokens that end an answer or a turn in models of these architectures, whether or not a file says so."""
 
 
 def config_of(path: Path) -> PreTrainedConfig:
-    """Make the config of a GGUF checkpoint; how its weights are packed is its quantization_config.
+    """Make the config of a GGUF checkpoint; its quantization_config says how the weights are packed.
 
     Raises:
-        KvcliError: what `read_header` raises; the architecture is not supported (usage).
+        KvcliError: as for `read_header`; the architecture is not supported (usage).
     """
     header = read_header(path)
     if header.architecture not in _MODEL_TYPES:
@@ -270,7 +270,7 @@ def config_of(path: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.for_model(_MODEL_TYPES[header.architecture], **values)
     except KvcliError:
         raise
-    except Exception as error:  # sizes that are missing or senseless make it raise anything
+    except Exception as error:  # missing or senseless sizes make it raise anything
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise KvcliError(f"{path}: no config can be made of its header ({said})", _AGAIN) from error
     named = _named(header)
@@ -286,7 +286,7 @@ def config_of(path: Path) -> PreTrainedConfig:
 
 
 def _config_values(header: Header) -> dict[str, Any]:
-    """Give what a config is made with."""
+    """Return the values that a config is made from."""
     architecture = header.architecture
     mapping: Any = GGUF_CONFIG_MAPPING
     names = {"rope.freq_base": "rope_theta"} | mapping[architecture]
@@ -304,7 +304,7 @@ def _config_values(header: Header) -> dict[str, Any]:
     lacking = [key for key in ("block_count", "embedding_length", "attention.head_count") if not header.of_model(key)]
     if lacking:
         raise KvcliError(f"{header.files[0]} does not say {architecture}.{lacking[0]}", _AGAIN)
-    if header.of_model("block_count") > len(header.tensors):  # before anything is made of so many
+    if header.of_model("block_count") > len(header.tensors):  # before anything is made of that size
         raise KvcliError(f"{header.files[0]} says {architecture}.block_count {header.of_model('block_count')}", _AGAIN)
     layers, heads = header.of_model("block_count"), header.of_model("attention.head_count")
     head = header.of_model("attention.key_length", header.of_model("embedding_length") // heads)
@@ -331,7 +331,7 @@ def _config_values(header: Header) -> dict[str, Any]:
 
 
 def _ends(header: Header) -> list[int] | None:
-    """List the tokens that end a text: those that the file names, and control tokens that are known to."""
+    """List the tokens that end a text: those that the file names, and known control tokens."""
     named = [header.of_tokenizer(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     kinds = header.of_tokenizer("token_type", [])
     tokens = header.of_tokenizer("tokens", [])
@@ -342,7 +342,7 @@ def _ends(header: Header) -> list[int] | None:
 
 
 def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
-    """Say how rotary angles are scaled, in transformers' words; Llama 3's file has the outcome of its rule alone."""
+    """Return the scaling of rotary angles in transformers' terms; Llama 3's file has only the outcome of its rule."""
     kind, factor = header.of_model("rope.scaling.type", "none"), header.of_model("rope.scaling.factor")
     original = header.of_model("rope.scaling.original_context_length")
     if "rope_freqs.weight" in header.tensors:
@@ -363,7 +363,7 @@ def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
-    """Find the rule by what frequencies are divided by: all files so far have the same bounds of wavelengths."""
+    """Find the rule from the divisors of the frequencies: all files so far have the same bounds of wavelengths."""
     divided = _plain(header.tensors["rope_freqs.weight"]).double()
     base, factor = header.of_model("rope.freq_base", 10000.0), float(divided.max())
     low, high, original = 1.0, 4.0, 8192
@@ -409,7 +409,7 @@ _SPLITS: dict[str, Sequence[str]] = {
 """How text is split before its bytes are merged, by llama.cpp's names; one expression after another."""
 
 _WHOLE_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3"}
-"""Of these a word that is a token is one, whatever its merges would make of it."""
+"""With these, a word that is a token is one, whatever its merges would make of it."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
@@ -478,7 +478,7 @@ def _byte_level(header: Header, tokens: list[str], split: str) -> Tokenizer:
 
 
 def _spelled(token: str) -> str:
-    """Write spaces as SentencePiece does; files have some tokens of nothing else with real ones."""
+    """Write spaces as SentencePiece does; in files some tokens that consist only of spaces have real ones."""
     return _SPACE * len(token) if token and not token.strip(" ") else token
 
 
@@ -508,7 +508,7 @@ def _sentencepiece(header: Header, tokens: list[str], kinds: list[int]) -> Token
 def _merges(
     vocab: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """List the pairs that SentencePiece merges, the best first: by the score of what becomes of them."""
+    """List the pairs that SentencePiece merges, the best first, by the score of the merged token."""
     # Hundreds of thousands: as numbers they take a tenth of the memory.
     found, lefts, rights = array("d"), array("l"), array("l")
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
@@ -539,7 +539,7 @@ _LEAVES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""What is in a layer, by llama.cpp's names, with transformers'."""
+"""The parts of a layer, by llama.cpp's names, with transformers'."""
 
 _OF_GEMMA: dict[str, str] = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -557,7 +557,7 @@ _NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 
 
 def _name(header: Header, name: str) -> str:
-    """Give transformers' name of a tensor; what has none keeps its own."""
+    """Return transformers' name of a tensor; one without keeps its own."""
     stem, _, suffix = name.rpartition(".")
     if stem in _BESIDE_LAYERS:
         return f"{_BESIDE_LAYERS[stem]}.{suffix}"
@@ -568,19 +568,19 @@ def _name(header: Header, name: str) -> str:
 
 
 def _named(header: Header) -> dict[str, PackedTensor]:
-    """Give the tensors of a model by transformers' names."""
+    """Return the tensors of a model by transformers' names."""
     return {_name(header, name): tensor for name, tensor in header.tensors.items() if name not in _NO_WEIGHTS}
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model whose weights are on the meta device, and what modules compute for themselves is there."""
+    """Make a model whose weights are on the meta device, while the buffers that modules compute themselves exist."""
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     return model
 
 
 def tie_head(model: PreTrainedModel) -> None:
-    """Have the head read the embedding's weight, where its config says so."""
+    """Tie the head to the embedding's weight, if the config says so."""
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         head.weight = model.get_input_embeddings().weight
@@ -589,10 +589,10 @@ def tie_head(model: PreTrainedModel) -> None:
 def load_gguf(
     path: Path, config: PreTrainedConfig, form: PackedForm, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Make the model of a GGUF checkpoint with its weights, packed where `form` says they are to stay so.
+    """Make the model of a GGUF checkpoint with its weights, packed where `form` keeps them so.
 
     Raises:
-        KvcliError: what `read_header` raises; a tensor is missing, is none of the model, or has another shape.
+        KvcliError: as for `read_header`; a tensor is missing, is not of the model, or has another shape.
     """
     header = read_header(path)
     named = _named(header)
@@ -622,7 +622,7 @@ def load_gguf(
 def _weight(
     header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype, room: Tensor | None
 ) -> Tensor:
-    """Read a weight, packed (into `room`) or of a dtype, and undo what llama.cpp's converter did to it."""
+    """Read a weight, packed (into `room`) or in a dtype, and undo the changes of llama.cpp's converter."""
     weight = _plain(tensor) if packing is None else _bytes(tensor, room).view(tensor.shape[0], -1)
     if header.architecture == "llama" and ".self_attn." in name:
         heads = header.of_model("attention.head_count")
@@ -636,9 +636,9 @@ def _weight(
 
 
 def room_for(sizes: Sequence[int], device: torch.device) -> list[Tensor | None]:
-    """Have memory of so many bytes each for weights that stay on a CPU, side by side in huge pages.
+    """Allocate memory of these sizes in bytes for weights that stay on a CPU, adjacent and in huge pages.
 
-    A step reads all of it: of usual pages a processor knows too few places at once.
+    A step reads all of it, and the processor's TLB covers too few normal pages.
     """
     begins = list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
     if device.type != "cpu" or not sizes:
@@ -651,7 +651,7 @@ def room_for(sizes: Sequence[int], device: torch.device) -> list[Tensor | None]:
 
 
 def _halves_apart(rows: Tensor, heads: int) -> Tensor:
-    """Bring the channels of each head, of which two neighbours are rotated together, into transformers' order."""
+    """Reorder the channels of each head, of which neighbours are rotated together, into transformers' order."""
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -674,14 +674,14 @@ def _plain(tensor: PackedTensor) -> Tensor:
     return unpack_rows(rows, packing).view(tensor.shape)
 
 
-# Where files are: those of a repository on the hub.
+# Files in a repository on the hub.
 
 
 def from_hub(name: str, offline: bool) -> Path:
-    """Find or fetch REPO:QUANTISATION or REPO:FILE, with all its parts; gives the first.
+    """Find or download REPO:QUANTISATION or REPO:FILE, with all its parts; return the first.
 
     Raises:
-        KvcliError: the repository has no such file, or several (usage); what the hub raises is passed on.
+        KvcliError: the repository has no such file, or several (usage); errors of the hub are passed on.
     """
     repository, _, wanted = name.partition(":")
     if wanted.endswith(".gguf"):
@@ -704,7 +704,7 @@ def from_hub(name: str, offline: bool) -> Path:
 
 
 def _listed(repository: str, offline: bool) -> list[str]:
-    """List the GGUF files of a repository, or what the local cache has of it."""
+    """List the GGUF files of a repository, or those in the local cache."""
     if not offline and not huggingface_hub.constants.HF_HUB_OFFLINE:
         return [each for each in huggingface_hub.HfApi().list_repo_files(repository) if each.endswith(".gguf")]
     folder = Path(huggingface_hub.snapshot_download(repository, local_files_only=True))

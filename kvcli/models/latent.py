@@ -1,12 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), attended to as it is kept.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), computed on the cached latents themselves.
 
-Of a token's keys and values there is one latent c of r channels that all heads share, and a rotary part k_R of every
-key. A head h makes of them its key (U_h c, k_R) and its value V_h c. Its score is
+A token's keys and values come from one latent c of r channels that all heads share, and a rotary part k_R of every key.
+Head h makes of them its key (U_h c, k_R) and its value V_h c. Its score is
 
     q_h . (U_h c, k_R) = (U_h^T q_C, q_R) . (c, k_R)       and its output       sum_j a_j V_h c_j = V_h sum_j a_j c_j
 
-So with U absorbed into the query and V applied to the output, attention reads (k_R, c) alone: one KV head that is key
-and value both, of which the first channels, the rotary ones, are cut off the output.
+So with U absorbed into the query and V applied to the output, attention reads only (k_R, c): one KV head that is both
+key and value. The first channels of the output, the rotary ones, are cut off.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 
 class Latent(NamedTuple):
-    """What an attention module makes keys and values of latents by: up [H * (n + v), r], as transformers keeps it.
+    """An attention module's projection from latents to keys and values: up [H * (n + v), r], as in transformers.
 
-    Of every head's rows the first n make the key's part that is not rotary, the other v the value.
+    Of every head's rows the first n make the non-rotary part of the key, the other v the value.
     """
 
     up: Tensor
@@ -31,7 +31,7 @@ class Latent(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Latent | None:
-        """Find it in a module by what it does: `expand_kv` makes keys and values of latents, by one projection."""
+        """Find the projection in a module that makes keys and values of latents (`expand_kv`) by one linear layer."""
         up = getattr(module, "kv_b_proj", None)
         if not hasattr(module, "expand_kv") or type(up) is not nn.Linear or up.bias is not None:
             return None
@@ -49,7 +49,7 @@ class Latent(NamedTuple):
         return torch.cat((rotary, _by_heads(content.transpose(0, 1), keys).transpose(0, 1)), -1)
 
     def value(self, out: Tensor) -> Tensor:
-        """Apply the values' projection to what attention gives: [b, m, H, rotary + r] -> [b, m, H, v]."""
+        """Apply the values' projection to the attention output: [b, m, H, rotary + r] -> [b, m, H, v]."""
         values = self._by_head[:, -self.value_dim :].transpose(1, 2)  # [H, r, v]
         return _by_heads(out[..., -self.rank :].permute(2, 0, 1, 3), values).permute(1, 2, 0, 3)
 
@@ -65,7 +65,7 @@ def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
 
 @contextmanager
 def compressed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, modules with latents hand these to attention, as key and as value, instead of what they make of them."""
+    """Let modules with latents pass these to attention, as key and as value, without expanding them."""
     latent: list[Any] = [module for module in modules if Latent.of(module) is not None]
     for module in latent:
         module.expand_kv = _together
@@ -77,7 +77,7 @@ def compressed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _together(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Put latents [b, 1, n, r] behind the rotary parts [b, 1, n, rotary] of their keys: key and value in one."""
+    """Append latents [b, 1, n, r] to the rotary parts [b, 1, n, rotary] of their keys: one tensor is key and value."""
     kept = torch.cat((rotary, latents), -1)
     return kept, kept
 
@@ -106,7 +106,7 @@ class Temperature(NamedTuple):
 
 @contextmanager
 def taken_out(modules: Sequence[Any]) -> Iterator[None]:
-    """Within, attention modules leave their queries as they are."""
+    """Let attention modules leave their queries unscaled."""
     before = [(module, module.attn_temperature_tuning) for module in modules if Temperature.of(module) is not None]
     for module, _ in before:
         module.attn_temperature_tuning = False

@@ -1,8 +1,8 @@
-"""What the layers of a decoder are, found by what their modules do: which attend, and which keep a state.
+"""Find the kind of each decoder layer by running its modules: which attend, and which keep a state.
 
 Each module that takes a cache runs on the meta device, where nothing is allocated. One that calls transformers'
-attention function attends, and the numbers are those that it passes on; one that puts a convolution's or a recurrence's
-state into its cache keeps a state, of the shapes that it puts there. A layer may do both, or neither.
+attention function attends, and its sizes are those that it passes on. One that puts the state of a convolution or a
+recurrence into its cache keeps a state, of the shapes that it puts there. A layer may do both, or neither.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from kvcli.models.auto import decoder_of as decoder_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
 
-# The cache that a module of transformers is given for its state alone: of a convolution, of a recurrence.
+# The cache given to a module of transformers for its state alone, of a convolution or of a recurrence.
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""What modules of transformers call their cache: `cache` from 5.24 on."""
+"""Names of the cache argument in modules of transformers: `cache` from 5.24 on."""
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Name the argument for its cache that a module which takes one has."""
+    """Return the name of a module's cache argument."""
     taken = signature(module.forward).parameters
     return next(name for name in CACHE_ARGUMENTS if name in taken)
 
 
 class StateCache(Cache):
-    """The state of module `number`, as it counts itself: `tensors` as `tensors()` gives them, [b, ...] each.
+    """The state of the module with its own `number`: `tensors` as `tensors()` returns them, [b, ...] each.
 
-    Where none are given, the module makes them. They hold something where the sequence has `started`.
+    Without tensors, the module makes them. They hold a state if the sequence has `started`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StateCache(Cache):
         self.started = started
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the module keeps: "conv.0" and "recurrent.0", as far as it has them, and the same of further states."""
+        """Return the module's tensors: "conv.0" and "recurrent.0", if it has them, and those of further states."""
         kinds = {"conv": self.state.conv_states, "recurrent": self.state.recurrent_states}
         return {
             f"{kind}.{number}": tensor
@@ -80,7 +80,7 @@ class StateCache(Cache):
 
     @property
     def started(self) -> bool:
-        """Whether the tensors are those of a sequence's first tokens; zeros go before those."""
+        """Whether the tensors belong to a sequence that has begun; before its first tokens they are zeros."""
         return all(self.state.has_previous_state.values())
 
     @started.setter
@@ -92,13 +92,13 @@ class StateCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Count no tokens, as none are kept."""
+        """Return 0, as no tokens are kept."""
         return 0
 
-    # What MiniMax asks for, whose layers have a cache class of their own.
+    # MiniMax asks for these, as its layers have a cache class of their own.
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:  # noqa: ARG002
-        """Give the state of a layer, if it has one."""
+        """Return the state of a layer, if it has one."""
         return self.state.recurrent_states[0] if self.started else None
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
@@ -106,7 +106,7 @@ class StateCache(Cache):
         self.update_recurrent_state(linear_cache, layer_idx)
 
 
-# What work does with tensors, watched while it runs: how much memory it takes at its peak, and what it reads.
+# Watch tensors while work runs: its peak memory, and the tensors that it reads.
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -161,10 +161,10 @@ class UseOf(TorchFunctionMode):
 
 _PROBE = "kvcli_probe"
 _FEW = 16  # tokens
-# What kvcli's attention honours, or may ignore: position_ids and the cache say nothing that it does not know.
+# Arguments that kvcli's attention honours, or may ignore: it knows all that position_ids and the cache say.
 _UNDERSTOOD = {"scaling", "softcap", "s_aux", "sliding_window"}
 _UNDERSTOOD |= {"dropout", "is_causal", "position_ids", "use_cache", *CACHE_ARGUMENTS}
-# The exact classes: what derives from them (indexed caches) stores more.
+# The exact classes: derived ones (indexed caches) store more.
 _KEYS_AND_VALUES = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -181,10 +181,10 @@ _SUPPORTED_HINT = (
 class LayerGeometry:
     """One attention layer: H query heads over Hk KV heads of `head_dim`; `window` in tokens, None for full attention.
 
-    `index` counts the layers that attend. `rope` is False where the layer uses no rotary positions (NoPE). `chunked`:
-    the window is no sliding one but the chunk of so many tokens that the query stands in (Llama 4). In multi-head
-    latent attention all query heads share one head, whose keys, values too, end in a `latent` of so many channels; the
-    others are rotary.
+    `index` counts the layers that attend. `rope` is False if the layer uses no rotary positions (NoPE). If `chunked`,
+    the window does not slide but is the chunk of that many tokens in which the query lies (Llama 4). In multi-head
+    latent attention all query heads share one head, whose keys, which are also its values, end in a `latent` of that
+    many channels; the other channels are rotary.
     """
 
     index: int
@@ -203,7 +203,7 @@ class LayerGeometry:
 
     @property
     def token_size(self) -> int:
-        """Numbers that are kept of a token."""
+        """Numbers kept for a token."""
         return self.parts * self.num_kv_heads * self.head_dim
 
 
@@ -217,11 +217,11 @@ class StateTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class StateGeometry:
-    """What one layer keeps of all tokens before, in a fixed size: the state of a convolution, of a recurrence, or both.
+    """One layer's state of all tokens before, of a fixed size: of a convolution, of a recurrence, or of both.
 
-    `index` counts the layers that do, `number` is what the module calls itself. `resumes` tells whether the module
-    takes several tokens at once on from a state; if not, it reads a prompt's beginning at once, the rest one by one.
-    `temporaries` tells how many bytes it takes beside its input while it reads so many tokens at once.
+    `index` counts the layers that keep a state, `number` is the module's own number. `resumes` tells whether the module
+    can process several tokens at once from a state; if not, it reads a prompt's beginning at once, the rest one by one.
+    `temporaries` returns the bytes that it takes in addition to its input while it reads that many tokens at once.
     """
 
     index: int
@@ -237,14 +237,14 @@ class StateGeometry:
 
 
 class DecoderLayer(NamedTuple):
-    """The modules of a decoder layer that attend and that keep a state, by name; None: none does."""
+    """The names of the modules of a decoder layer that attend and that keep a state, or None."""
 
     attention: str | None
     state: str | None
 
 
 def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> str | None:
-    """The argument that selects the frequencies of decoder layer `place`, None where all layers share them.
+    """Return the argument that selects the frequencies of decoder layer `place`, None if all layers share them.
 
     Some models keep one set of frequencies for each layer type (gemma3: sliding and full).
     """
@@ -252,15 +252,15 @@ def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> st
 
 
 def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
-    """Name the model type and why kvcli cannot run it."""
+    """Make the error that names the model type and why kvcli cannot run it."""
     return KvcliError(f"model type {config.model_type!r} is not supported: {reason}", _SUPPORTED_HINT, ExitCode.USAGE)
 
 
 class LayerFinder:
-    """Finds what the layers of a model on the meta device are: `layers`, `states`, and `decoder`, where they stand.
+    """Finds the layers of a model on the meta device: `layers`, `states`, and `decoder`, their places.
 
     Raises:
-        KvcliError: it cannot be run, for a reason that is said (usage).
+        KvcliError: the model cannot be run; the message gives the reason (usage).
     """
 
     def __init__(self, model: PreTrainedModel, text: PreTrainedConfig):
@@ -290,7 +290,7 @@ class LayerFinder:
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
-        """Refuse what cannot be served."""
+        """Refuse models that cannot be served."""
         if not self.layers and self.states:
             reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
@@ -298,7 +298,7 @@ class LayerFinder:
             raise refusal(self.model.config, "its decoder is not a stack of layers with rotary positions")
 
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-        """Run a module for a token, and note what it is: it attends, it keeps a state."""
+        """Run a module for a token, and record whether it attends and whether it keeps a state."""
         form = type(module), tuple((name, weight.shape) for name, weight in module.named_parameters())
         if form in self._alike:  # a recurrence is slow to run, even on shapes
             self._keeps(module, *self._alike[form])
@@ -348,7 +348,7 @@ class LayerFinder:
         return StateCache(_number(module), states=getattr(self.text, "number_of_conv_states", 1))
 
     def _temporaries(self, place: int, module: nn.Module, resumes: bool, tokens: int) -> int:
-        """Count what a module takes; one that reads token by token is run for a few, and what it takes is linear."""
+        """Count the bytes that a module takes; for one that reads token by token, extrapolate from a few tokens."""
 
         def most(tokens: int) -> int:
             with exporting(), quiet(), torch.inference_mode(), PeakBytes() as peak:
@@ -363,7 +363,7 @@ class LayerFinder:
     def _run(
         self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
     ) -> bool:
-        """Run a module for some tokens on shapes; tells whether it uses what is `watched`, made of the angles."""
+        """Run a module for some tokens on shapes; tell whether it uses the tensors `watched` picks from the angles."""
         dtype, angles = self.model.dtype, None
         try:
             if self._rotary is not None:
@@ -388,7 +388,7 @@ class LayerFinder:
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Note the shapes that a module hands to attention."""
+        """Record the shapes that a module passes to attention."""
         unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
         if attention_mask is not None or unknown:
             raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
@@ -404,7 +404,7 @@ def _kind_of(text: PreTrainedConfig, place: int) -> str | None:
 
 
 def _with_cache(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a decoder layer that attend or keep a state, by what they take."""
+    """Yield the modules of a decoder layer that attend or keep a state, by their arguments."""
     for module in layer.modules():
         if module is not layer and hasattr(module, "layer_idx"):
             taken = _parameters(module)

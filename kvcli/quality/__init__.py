@@ -1,1 +1,1 @@
-"""How good the answers are: closeness to full attention, calibration, tasks, evaluation."""
+"""The quality of answers: closeness to full attention, calibration, tasks, evaluation."""

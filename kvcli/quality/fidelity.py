@@ -1,27 +1,27 @@
-"""How close a method comes to full attention, measured beside it on the same tokens.
+"""How close a method comes to full attention, measured on the same tokens.
 
-Two runs read the same prompt and are fed the same tokens, whatever either would have said: the method's, and one with
-full attention, the reference. At a step that is looked at, and in every layer in which the method chooses what to
-attend to, the query is the method's own, for that is the one it chose by; keys and values are the reference's, for
-they are what an exact run would have had. So a figure holds all that the method does to this layer's attention: what
-it leaves out, what it keeps in another form, and how far its cache has drifted from the exact one. With w_h the weights
-of query head h over all tokens, of the G heads of a KV head, S the tokens it attended to and o its output:
+Two runs read the same prompt and are fed the same tokens, whatever either would have generated: the method's, and the
+reference's, with full attention. At an audited step, and in every layer in which the method chooses what to attend to,
+the query is the method's own, because it chose by that query; keys and values are the reference's, because an exact run
+would have had them. So a figure covers everything that the method does to this layer's attention: what it leaves out,
+what it keeps in another form, and how far its cache has drifted from the exact one. With w_h the weights of query head
+h over all tokens, of the G heads of a KV head, S the tokens it attended to and o its output:
 
     mass       mean over the G heads of sum_{j in S} w_hj / sum_j w_hj
     recall     part of the `TOP` tokens of the largest sum_h w_hj that are in S
     error      ||o - o*|| / ||o*|| over the G heads together, o* = sum_j w_hj v_j
     attended   tokens in S
 
-What the layers add up to shows in the next token's distributions, p of the reference and p' of the method:
+The sum of all layers shows in the next token's distributions, p of the reference and p' of the method:
 
     kl         KL(p || p') in nats
     agreement  whether both are largest at the same token
 
-Everything streams into sums: what is held does not grow with the context, and by seven numbers with a step looked at.
-Beside the method's own memory the reference takes a full KV cache on the device.
+Everything streams into sums: memory does not grow with the context, and by seven numbers per audited step. In addition
+to the method's own memory the reference takes a full KV cache on the device.
 
-`Audit` looks at a generation so every few steps: the reference reads the prompt with the sequence's method, and before
-each step that is looked at, as one window, what the sequence has written since.
+`Audit` audits a generation every few steps: the reference reads the prompt with the sequence's method, and before each
+audited step, as one window, the tokens that the sequence has generated since.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvcli.runtime.sampling import Sampling, TeacherForcing
 from kvcli.runtime.sequence import RunningSequence
 
 TOP = 64
-"""Tokens that recall asks for; all of them where there are fewer."""
+"""Tokens that recall looks for; all of them if there are fewer."""
 ATTENTION = ("mass", "recall", "error", "attended")
 _WORST: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.minimum, torch.minimum, torch.maximum, torch.maximum)
 
@@ -52,9 +52,9 @@ _WORST: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.minimum, torch.m
 def compare_attention(
     q: Tensor, out: Tensor, k: Tensor, v: Tensor, attended: Tensor, softmax: Softmax, top: int = TOP
 ) -> Tensor:
-    """What `ATTENTION` names, [4, Hk], of q [H, d] that got out [H, d] by looking at the tokens `attended` [Hk, n].
+    """Return the figures of `ATTENTION`, [4, Hk], for q [H, d] with output out [H, d] over tokens `attended` [Hk, n].
 
-    k, v [Hk, n, d] are all there is. A logit of the softmax that carries no value takes no part in the mass.
+    k, v [Hk, n, d] are all tokens. A logit of the softmax that carries no value takes no part in the mass.
     """
     by_group = (k.shape[0], -1, k.shape[2])
     scores = attention_scores(q.view(by_group), k, softmax)  # [Hk, G, n]
@@ -72,7 +72,7 @@ def compare_attention(
 
 @dataclass
 class HeadSums:
-    """Running sums of one layer: of what `ATTENTION` names by KV head, and the worst of each."""
+    """Running sums of one layer: of the figures of `ATTENTION` by KV head, and the worst of each."""
 
     steps: int
     total: Tensor  # [4, Hk]
@@ -89,13 +89,13 @@ class HeadSums:
 
     @property
     def mean(self) -> Tensor:
-        """By head: [4, Hk]."""
+        """Means by head: [4, Hk]."""
         return self.total / self.steps
 
 
 @dataclass(frozen=True)
 class StepFidelity:
-    """One step that was looked at; of attention the means over layers and KV heads, None without a layer."""
+    """One audited step; figures of attention are means over layers and KV heads, None without a layer."""
 
     step: int
     mass: float | None
@@ -108,18 +108,18 @@ class StepFidelity:
 
 @dataclass
 class Fidelity:
-    """What was found so far, of one sequence or of several added up."""
+    """The figures so far, of one sequence or of several added up."""
 
     layers: dict[int, HeadSums] = field(default_factory=dict)
     steps: list[StepFidelity] = field(default_factory=list)
-    _now: dict[int, Tensor] = field(default_factory=dict)  # layer -> figures of the step that is being looked at
+    _now: dict[int, Tensor] = field(default_factory=dict)  # layer -> figures of the step being audited
 
     def note_layer(self, layer: int, figures: Tensor) -> None:
-        """Take what `ATTENTION` names, [4, Hk], of a layer at the current step."""
+        """Add the figures of `ATTENTION`, [4, Hk], of a layer at the current step."""
         self._now[layer] = figures
 
     def note_step(self, step: int, reference: Tensor, logits: Tensor) -> None:
-        """End a step: the next token's logits [vocab] of both runs."""
+        """End a step, given the next token's logits [vocab] of both runs."""
         expected, found = (each.double().log_softmax(-1) for each in (reference, logits))
         kl = float((expected.exp() * (expected - found)).sum())
         agrees = bool(reference.argmax() == logits.argmax())
@@ -131,7 +131,7 @@ class Fidelity:
         self._now = {}
 
     def add(self, other: Fidelity) -> None:
-        """Add what was found in another sequence."""
+        """Add the figures of another sequence."""
         self.steps += other.steps
         self._add(other.layers)
 
@@ -146,14 +146,14 @@ class Fidelity:
         return fmean(step.agrees for step in self.steps)
 
     def attention(self) -> dict[str, float | None]:
-        """What `ATTENTION` names, each the mean over steps, KV heads and layers; None where no layer chose."""
+        """Return the figures of `ATTENTION`, each the mean over steps, KV heads and layers; None if no layer chose."""
         if not self.layers:
             return dict.fromkeys(ATTENTION)
         mean = torch.cat([sums.mean for sums in self.layers.values()], 1).mean(1)
         return dict(zip(ATTENTION, mean.tolist(), strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """Plain data for a report; nothing where nothing was looked at. Lists by KV head have their heads in order."""
+        """Return plain data for a report; empty without an audited step. Lists by KV head have their heads in order."""
         if not self.steps:
             return {}
         return {
@@ -181,7 +181,7 @@ def _by_head(layer: int, sums: HeadSums) -> dict[str, Any]:
 class FidelityProbe:
     """Compares one method with the reference, which is ahead of it: it has read the current token already.
 
-    As long as `looking`, it is the method's attention observer; another one may look along.
+    While `looking`, it is the method's attention observer; `along` is another observer.
     """
 
     def __init__(self, reference: AnyMethod, along: AttentionObserver | None = None):
@@ -202,7 +202,7 @@ class FidelityProbe:
 
 @dataclass(frozen=True)
 class Passage:
-    """Text to measure on: a prompt, and the tokens that all runs are fed after it; the question's, if it has one.
+    """Text to measure on: a prompt with its question's tokens, if any, and the tokens that all runs are fed after it.
 
     `following` is the token that comes next in the text, whose likelihood counts as well.
     """
@@ -215,7 +215,7 @@ class Passage:
 
     @property
     def capacity(self) -> int:
-        """Tokens when it has been fed whole."""
+        """Tokens after everything was fed."""
         return len(self.prompt) + len(self.continuation)
 
 
@@ -223,7 +223,7 @@ class Passage:
 class MeasuredMethod:
     """A method after a passage, and how close it came.
 
-    `nll_gap` says by how many nats a token the text is less likely than under full attention, None without a
+    `nll_gap` says by how many nats per token the text is less likely than under full attention, None without a
     `Passage.following`.
     """
 
@@ -241,12 +241,12 @@ def measure(
     attention: bool = True,
     stepped: Callable[[int, AnyMethod], None] = lambda *_: None,
 ) -> tuple[list[MeasuredMethod], AnyMethod]:
-    """Feed a passage to a method for each profile, all with one reference; returns them, and the reference.
+    """Feed a passage to a method for each profile, all with one reference; return the methods, and the reference.
 
-    The continuation's tokens go in one by one, each a step, and are compared at all of them; without `attention` only
-    what is said next is. `along` gives the method of some profiles an attention observer of their own. `advance` is
-    called with the tokens that a layer has just done, those of the prompt once for all methods that read it exactly;
-    `stepped` with the place of each profile and its method after every step.
+    The continuation's tokens are fed one by one, each a step, and every step is compared; without `attention`, only the
+    next token's distributions are. `along` gives the methods of some profiles an attention observer of their own.
+    `advance` is called with the tokens that a layer has just processed, those of the prompt once for all methods that
+    read it exactly; `stepped` with the place of each profile and its method after every step.
 
     Raises:
         KvcliError: NaN or infinity in the reference's logits.
@@ -286,7 +286,7 @@ def measure(
 
 
 class Audit:
-    """Watches one sequence; `before` and `after` are to be called around each decode step of its batch."""
+    """Audits one sequence; call `before` and `after` around each decode step of its batch."""
 
     def __init__(self, engine: Engine, sequence: RunningSequence, every: int):
         assert sequence.reference is not None
@@ -299,23 +299,23 @@ class Audit:
 
     @property
     def steps(self) -> int:
-        """Decode steps that the sequence has done."""
+        """Number of decode steps of the sequence."""
         return len(self.sequence.token_ids) - 1
 
     def before(self) -> None:
-        """Bring the reference up to date if the next step is to be looked at."""
+        """Bring the reference up to date if the next step is to be audited."""
         self.probe.looking = self.sequence.running and self.steps % self.every == 0
         if self.probe.looking:
             (self.expected,) = self.engine.extend(self.sequence.token_ids[self.known :], self.reference)
             self.known = len(self.sequence.token_ids)
 
     def after(self) -> None:
-        """Compare what both runs say next."""
+        """Compare the next token's distributions of both runs."""
         if self.probe.looking and self.sequence.logits is not None:
             self.probe.fidelity.note_step(self.steps - 1, self.expected, self.sequence.logits)
 
     def summary(self) -> dict[str, Any]:
-        """Plain data for the report."""
+        """Return plain data for the report."""
         found = self.probe.fidelity.summary()
         kv = self.reference.footprint()
         return {"every": self.every, "reference_kv_bytes": kv.device + kv.host, **found} if found else {}

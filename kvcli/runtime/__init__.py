@@ -1,1 +1,1 @@
-"""Running a model with a method: prefill, decode, and the one hook into transformers."""
+"""Run a model with a method: prefill, decode, and the one hook into transformers."""

@@ -1,8 +1,8 @@
-"""The only hook into transformers: one registered attention function that hands queries, keys and values over.
+"""The only hook into transformers: one registered attention function that passes queries, keys and values to a handler.
 
-There is no Cache object and no mask: the model is called with `use_cache=False`, so that the function sees the new
-tokens alone, and an attention name without a mask function makes transformers build no L*L mask. The handler that
-attends is responsible for causality. `Hook.run` is the one place that calls the model.
+There is no Cache object and no mask: the model is called with `use_cache=False`, so that the function sees only the new
+tokens, and transformers builds no L*L mask for an attention name without a mask function. The handler that attends is
+responsible for causality. `Hook.run` is the one place that calls the model.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Handler(Protocol):
 
 
 class Hook:
-    """Runs one model with attention of our own; made by `attached`.
+    """Runs one model with a handler's attention; made by `attached`.
 
-    Every attention module of the model points at it, `modules` has them in the order of the layers. Where these lie on
-    several devices, `transfer` brings what they are given.
+    Every attention module of the model points at the hook; `modules` lists them in the order of the layers. If layers
+    lie on several devices, `transfer` moves their inputs.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module], transfer: DeviceTransfer | None = None):
@@ -55,9 +55,9 @@ class Hook:
     ) -> Tensor:
         """Run tokens [b, n] at positions [b, n] through the model, each layer attending by `handler`.
 
-        Layers that keep a state go on from `states`; where that is None, the tokens are the first ones. Instead of
-        tokens there may be what stands for them in the place of their embeddings, floats [b, n, D]. Returns the logits
-        [b, keep, vocab] of the last `keep` tokens, on the device where tokens go in.
+        Layers that keep a state continue from `states`; None means that these are the first tokens. Floats [b, n, D]
+        are taken in place of the tokens' embeddings. Returns the logits [b, keep, vocab] of the last `keep` tokens, on
+        the device where tokens go in.
         """
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         before, self._handler, self.states = (self._handler, self.states), handler, states
@@ -72,7 +72,7 @@ class Hook:
 
     @contextmanager
     def at(self, positions: Tensor) -> Iterator[None]:
-        """Within, the tokens at these positions go through a layer."""
+        """Set the positions of the tokens that go through a layer within this context."""
         before, self.positions = self.positions, positions
         try:
             yield
@@ -80,13 +80,13 @@ class Hook:
             self.positions = before
 
     def tempered(self, layer: int, q: Tensor) -> Tensor:
-        """Scale a layer's queries q [b, H, n, d] of the tokens at `positions` where its attention has a temperature."""
+        """Scale a layer's queries q [b, H, n, d] of the tokens at `positions` if its attention has a temperature."""
         temperature = self.temperatures[layer]
         return q if temperature is None else temperature(q, self.positions.to(q.device))
 
     @contextmanager
     def ahead(self, layer: int, hidden: Tensor) -> Iterator[Tensor]:
-        """Within, work for a layer is done before its turn, with hidden states [b, n, D] that come to its device."""
+        """Prepare work for a layer before its turn: yield hidden states [b, n, D] on its device."""
         if self.transfer is None:
             yield hidden
             return
@@ -96,13 +96,13 @@ class Hook:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Within, a run works on this device, where layers lie on several."""
+        """Run on this device within this context, if layers lie on several."""
         with nullcontext() if self.transfer is None else self.transfer.on(device):
             yield
 
     @contextmanager
     def carried(self, carrier: Carrier) -> Iterator[None]:
-        """Within, what crosses from device to device goes by it."""
+        """Use `carrier` for transfers between devices within this context."""
         with nullcontext() if self.transfer is None else self.transfer.carried(carrier):
             yield
 
@@ -113,7 +113,7 @@ class Hook:
 
     @property
     def devices(self) -> list[torch.device]:
-        """Where each decoder layer lies."""
+        """The device of each decoder layer."""
         return [next(layer.parameters()).device for layer in decoder_of(self.model).layers]  # type: ignore[union-attr]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -124,9 +124,9 @@ class Hook:
 
 @contextmanager
 def attached(model: PreTrainedModel, placement: Placement | None = None) -> Iterator[Hook]:
-    """Route the attention of `model`, placed like this, through the returned hook; leaves the model as it was.
+    """Route the attention of `model`, placed by `placement`, through the yielded hook; restore the model at the end.
 
-    Two models can be attached at once: the hook hangs on their modules, not on the registered function.
+    Two models can be attached at once: the hook belongs to their modules, not to the registered function.
     """
     modules = attention_modules(model)
     with on_its_devices(model, placement) as crossed:

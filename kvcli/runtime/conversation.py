@@ -1,9 +1,9 @@
-"""A conversation in tokens: what was read stays, and each turn reads what is new.
+"""A conversation in tokens: earlier turns stay read, and each turn reads only what is new.
 
-Every answer is that of its method to the conversation so far, read as one prompt. What earlier turns have read is
-kept as raw KV in host memory (`RawKV`); a turn reads its own tokens and the answer before it, exactly and
-at once, and hands all to a fresh object of whatever method is asked for. A method that decides at a prompt's end what
-to keep does so for each question. Methods that read by windows have KV of their own: such a one stays and reads on.
+Every answer is that of its method to the conversation so far, read as one prompt. What earlier turns have read is kept
+as raw KV in host memory (`RawKV`). A turn reads its own tokens and the answer before it, exactly and at once, and
+passes everything to a fresh method object. A method that decides at a prompt's end what to keep decides again for each
+question. Methods that read by windows have KV of their own: such an object stays and reads on.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.report import KVOrigin
 
-# The KV of a conversation so far in host memory: all layers, as the model made it, by whole pages.
+# The KV of a conversation so far in host memory: all layers, as the model made it, in whole pages.
 
 
 class RawKV:
-    """Takes down what a prompt's exact reading gives (a `PrefillConsumer`), and has it for the next one (a `KnownKV`).
+    """Records the KV of a prompt's exact reading (a `PrefillConsumer`), and provides it to the next one (a `KnownKV`).
 
-    There is room for `tokens`. The first `pages` pages are those of `before`, whose memory it shares, and so are the
-    states after them.
+    There is room for `tokens`. The first `pages` pages, and the states after them, share the memory of `before`.
     """
 
     def __init__(
@@ -80,14 +79,14 @@ class RawKV:
 
     @property
     def query_rows(self) -> int:
-        """None of the prompt's queries are wanted."""
+        """Zero: no query of the prompt is needed."""
         return 0
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """Look at nothing."""
+        """Ignore queries."""
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
-        """Take down the pages of k, v [Hk, s, d] that are not there yet."""
+        """Record the pages of k, v [Hk, s, d] that are not there yet."""
         stop = k.shape[1] // PAGE * PAGE
         start = min(self.known * PAGE, stop)
         self.pools[layer].write(start // PAGE, *(paged(each[:, start:stop], PAGE) for each in (k, v)))
@@ -103,31 +102,31 @@ class RawKV:
             at += len(here)
 
     def fill_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put a layer's state after so many tokens into its tensors."""
+        """Copy a layer's state after `tokens` into its tensors."""
         self.states.fill(layer, tokens, tensors)
 
     def cut(self, limit: int) -> int:
-        """After how many tokens, `limit` at most, another prompt can go on."""
+        """Return the most tokens, up to `limit`, after which another prompt can continue."""
         return self.states.cut(limit)
 
     def pool(self) -> HostPagePool:
-        """The pages of the layer that was filled last, which caches of the same pages can share."""
+        """Return the pages of the layer that was filled last, which caches with the same pages can share."""
         return self.pools[self._filled]
 
     def keep(self, pool: HostPagePool) -> None:
-        """Do nothing: who shares pages holds them."""
+        """Do nothing: those who share pages hold them."""
 
     def footprint(self) -> Footprint:
-        """Count the bytes of all that is held, also of what others hold as well."""
+        """Count the bytes of everything held, including what others hold as well."""
         held = sum((pool.footprint() for pool in self.pools), self.states.footprint())
         return Footprint(host=held.host + held.shared)
 
 
 Finder = Callable[[Sequence[int], str, Tiers], SavedKV | None]
-"""Opens what was saved of the beginning of these tokens, with positions of this fingerprint; None where nothing was."""
+"""Opens the KV saved for the beginning of these tokens, with positions of this fingerprint; None if there is none."""
 
 ROOM = 4
-"""For so many further answers a method that reads by windows gets room."""
+"""Number of further answers that a method that reads by windows gets room for."""
 
 
 @dataclass(frozen=True)
@@ -157,30 +156,30 @@ class WindowedReader:
         return self.method.caches[0].length
 
     def continued_by(self, ids: Sequence[int]) -> bool:
-        """Tell whether a conversation begins with all that is in the cache."""
+        """Tell whether a conversation begins with everything in the cache."""
         answer = self.sequence.token_ids if self.sequence is not None else []
         held = [*self.ids, *answer][: self.length]
         return len(ids) > len(held) and list(ids[: len(held)]) == held
 
 
 class Conversation:
-    """What one conversation has read so far on a model; `observer` is told of stages and of what is read again."""
+    """The KV that one conversation has read so far; `observer` is told of stages and of what is read again."""
 
     def __init__(self, model: Model, observer: Observer):
         self.model, self.observer = model, observer
         self.ids: list[int] = []
-        """Tokens that were read; the raw KV is of their whole pages."""
+        """Tokens that were read; the raw KV covers their whole pages."""
         self._kv: RawKV | None = None
-        self._capacity = 1  # that the KV was made for: positions may depend on it
+        self._capacity = 1  # of the KV: positions may depend on it
         self._windowed: WindowedReader | None = None
         self._tiers = Tiers.for_device(model.device, model.dtype)
 
     def footprint(self) -> Footprint:
-        """Count the bytes of what is kept between turns."""
+        """Count the bytes that are kept between turns."""
         return Footprint() if self._kv is None else self._kv.footprint()
 
     def save(self, writers: Callable[[Sequence[int], str], Sequence[KVWriter]]) -> int:
-        """Let writers, made for tokens and the fingerprint of their positions, save what was read; returns the tokens.
+        """Save what was read, by writers made from tokens and their positions' fingerprint; return the tokens.
 
         Raises:
             KvcliError: no page was read yet (usage), or it could not be saved.
@@ -203,9 +202,9 @@ class Conversation:
         return tokens
 
     def read(self, ids: Sequence[int], capacity: int, find: Finder | None = None) -> None:
-        """Read the beginning of a conversation, so that its first question finds it read; room for `capacity`.
+        """Read the beginning of a conversation before its first question; leave room for `capacity`.
 
-        `find` opens what was saved of it, which is loaded instead.
+        `find` opens the KV saved for it, which is loaded instead.
         """
         with self._engine(capacity) as ready, ExitStack() as until_read:
             kv = RawKV(self.model.geometry, self._tiers, len(ids))
@@ -225,7 +224,7 @@ class Conversation:
     def answer(
         self, turn: NewTurn, profile: Profile, sampling: Sampling, pipeline: Pipeline = "blocking"
     ) -> Generator[tuple[RunningSequence, str], None, None]:
-        """Read what is new and answer; yields the sequence with each new text, until it has ended."""
+        """Read what is new and answer; yield the sequence with each new text, until it has ended."""
         capacity = len(turn.ids) + sampling.max_tokens
         with self._engine(capacity, capacity + ROOM * sampling.max_tokens) as ready:
             started = time.perf_counter()
@@ -257,7 +256,7 @@ class Conversation:
         self.ids, self._kv, self._capacity = list(ids), kv, capacity
 
     def _read_exactly(self, ready: Engine, ids: Sequence[int], method: AnyMethod) -> tuple[torch.Tensor, int]:
-        """Read into a method what is not known yet -> logits [vocab] of the token that follows, and tokens read."""
+        """Read what is not known yet into a method -> logits [vocab] of the next token, and number of tokens read."""
         check_reads_exactly("a chat", method.config)
         capacity, skip = method.context.capacity, 0
         if self._kv is not None and ready.rope.alike([capacity, self._capacity]):
@@ -277,7 +276,7 @@ class Conversation:
         return logits, read
 
     def _reader(self, ready: Engine, turn: NewTurn, profile: Profile, sampling: Sampling) -> WindowedReader | None:
-        """Who reads this turn, if the method reads by windows: the one of the turn before where it can go on."""
+        """Return the reader of this turn if the method reads by windows: the previous turn's if it can continue."""
         meta = SequenceContext.of(len(ready.layers), torch.device("meta"), self.model.dtype, 1)
         if get_method(profile.method)(profile.settings, ready.layers, meta).prefill_window is None:
             return None
@@ -307,6 +306,6 @@ class Conversation:
 
 
 def in_common(before: Sequence[int], now: Sequence[int]) -> int:
-    """How many tokens two conversations begin with in common."""
+    """Count the tokens that two conversations begin with in common."""
     same = next((at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]), None)
     return min(len(before), len(now)) if same is None else same

@@ -1,7 +1,7 @@
-"""What lies between the attention of two layers on a CPU, in few loops while a few rows go through it.
+"""Run the work between the attention of two layers on a CPU in few loops, for a few rows at a time.
 
-A step's time is that of reading the weights; a launch for each linear layer and six functions of torch for a norm add a
-third to it. Prompts go through the model's own code, its linear layers through oneDNN.
+A step takes the time of reading the weights; one launch per linear layer and six torch functions per norm would add a
+third. Prompts go through the model's own code, its linear layers through oneDNN.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvcli.runtime.fused import Kernels, fused_by
 from kvcli.runtime.linear import by_memory, cpu_linears, few, is_packed, rows_of, suits_gemv
 
 MOST = 1 << 16
-"""Numbers for which a loop of one thread is the faster way for a norm or a rotation."""
+"""Numbers up to which a single-threaded loop is faster for a norm or a rotation."""
 
 
 @contextmanager
 def cpu_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Run a few rows by loops, and the linear layers for more of them at the memory's speed, where that is possible."""
+    """Run a few rows by loops, and linear layers of more rows at the memory's speed, if possible."""
     linears: Any = (module for module in model.modules() if is_plain(module) or is_packed(module))
     loops = any(map(suits_gemv, linears))
     with fused_by(CpuKernels(), model) if loops else nullcontext(), cpu_linears(model):
@@ -38,7 +38,7 @@ def cpu_layers(model: PreTrainedModel) -> Iterator[None]:
 
 
 class CpuKernels(Kernels):
-    """Loops, for as many rows as they are the faster way for."""
+    """Loops, for as many rows as they are faster for."""
 
     @override
     def serve(self, x: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""The decode loop: one token for every running sequence a step, as a generator of steps.
+"""The decode loop: a generator of steps, one token for every running sequence in each.
 
-`BlockingPipeline` is the reference for what a step attends to: the sequences one after another, each phase finished
-before the next begins. `kvcli.runtime.gpu` overlaps the phases.
+`BlockingPipeline` defines what a step attends to: the sequences one after another, each phase finished before the next
+begins. `kvcli.runtime.gpu` overlaps the phases.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvcli.telemetry.timeline import Timeline
 
 
 class BlockingPipeline:
-    """The handler during decode: each sequence of the batch by its own method object.
+    """The handler during decode: each sequence of the batch attends by its own method object.
 
-    There may be more rows than methods: what comes out of them is that of the last.
+    If there are more rows than methods, the last method's output is repeated.
     """
 
     def __init__(self, methods: Sequence[AnyMethod]):
         self.methods = methods
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
+        """Attend with one token per sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
         outs = [
             method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], softmax)  # [H, d]
             for row, method in enumerate(self.methods)
@@ -50,26 +50,26 @@ class Stepper(ABC):
 
     @property
     def ran_by(self) -> str:
-        """What runs the steps, found when they were tried out: see `kvcli.methods.card`."""
+        """The kind of step, found when steps were tried out: see `kvcli.methods.card`."""
         return BLOCKING
 
     @abstractmethod
     def step(self, batch: Sequence[RunningSequence]) -> Sequence[tuple[Tensor, int | None]]:
         """Run the newest token of every sequence through the model.
 
-        Gives for each the logits [vocab] of its next token, and that token where it was chosen already. A sequence
-        that was left out once never comes back.
+        Returns for each the logits [vocab] of its next token, and that token if it was chosen already. A sequence that
+        was left out once never comes back.
         """
 
     def finish(self) -> None:  # noqa: B027 - most have nothing to end
-        """End: all that was counted is in the counters of the sequences."""
+        """End: the counters of the sequences now hold everything that was counted."""
 
 
 class BlockingStepper(Stepper):
     """Steps by `BlockingPipeline`; `rope` has the tables of the model's rotary positions.
 
-    A step has at least so many `rows`, the last one repeated where there are fewer sequences: matrix products of
-    another number of rows may be made in another way, and what a sequence gets would depend on its company.
+    A step has at least `rows` rows, the last one repeated if there are fewer sequences: matrix products with another
+    number of rows may round differently, and a sequence's result would depend on its company.
     """
 
     def __init__(self, hook: Hook, rope: Rope, rows: int = 1):
@@ -101,9 +101,9 @@ class BlockingStepper(Stepper):
 def decode(
     stepper: Stepper, sequences: Sequence[RunningSequence], timeline: Timeline
 ) -> Iterator[list[tuple[RunningSequence, str]]]:
-    """Continue sequences until each has ended; yields every step's sequences with their new text.
+    """Continue sequences until each has ended; yield every step's sequences with their new text.
 
-    A sequence that ends leaves the batch; where the stepper allows it, others may be put into `sequences` between two
+    A sequence that ends leaves the batch. If the stepper allows it, others may be added to `sequences` between two
     steps. Every sequence brings its first token, chosen from the prefill. The time in which loops are compiled counts
     apart from the steps.
     """
@@ -124,7 +124,7 @@ def decode(
                 sequence.compile_ms += compile_ms
             done = [list(zip(batch, pieces, strict=True))]
             del batch, sequence, rows
-            yield done.pop()  # nothing here holds a sequence that has ended until the next step
+            yield done.pop()  # the loop keeps no reference to a sequence that has ended
             step += 1
     finally:
         stepper.finish()

@@ -1,4 +1,4 @@
-"""Text as it comes: tokens to pieces that never break a character or show the beginning of a stop string."""
+"""Streaming text: turn tokens into pieces that never break a character or show the beginning of a stop string."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -14,9 +14,9 @@ class StreamingDetokenizer:
     """Decodes one sequence incrementally and watches for stop strings.
 
     A piece is released once no later token can change it: an incomplete character at the end, or a tail that may yet
-    become a stop string, is held back. New tokens are decoded together with the few before them, because what a token
-    spells can depend on its left neighbour (the space that begins a word). The tokenizers library has a stream of its
-    own (`DecodeStream`); it serves only its own tokenizers, and an incomplete end never comes out of it.
+    become a stop string, is held back. New tokens are decoded together with the few before them, because the spelling
+    of a token can depend on its left neighbour (the space that begins a word). The stream of the tokenizers library
+    (`DecodeStream`) serves only its own tokenizers, and never releases an incomplete end.
     """
 
     not_state: ClassVar[tuple[str, ...]] = ("tokenizer",)
@@ -30,7 +30,7 @@ class StreamingDetokenizer:
         self._context = self._decoded = 0  # ids[context:decoded] are the left neighbours of what is not decoded yet
 
     def push(self, token: int) -> str:
-        """Add a token; returns the piece of text that is now certain. Sets `stopped` when a stop string came."""
+        """Add a token; return the piece of text that is now certain. Sets `stopped` at a stop string."""
         self._ids.append(token)
         piece = self._new_text()
         if piece.endswith(_INCOMPLETE):
@@ -52,7 +52,7 @@ class StreamingDetokenizer:
         return self._release(len(self._held))
 
     def settled(self) -> list[Settled]:
-        """Tokens are only added."""
+        """List what no later token changes: tokens are only added."""
         return [Settled(self._ids, 0, len(self._ids))]
 
     def _new_text(self) -> str:
@@ -67,5 +67,5 @@ class StreamingDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest tail of `text` that begins `stop`."""
+    """Return the length of the longest tail of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""A model whose layers lie on several devices: what a part of it is given comes to the part's device first."""
+"""Run a model whose layers lie on several devices: move each part's inputs to its device first."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Moves(Protocol):
-    """What can be had on another device: a tensor, or what stands for one."""
+    """A tensor, or its stand-in, that can be moved to another device."""
 
     def to(self, device: torch.device) -> Any:
-        """Give it there."""
+        """Return it on that device."""
 
 
 class Carrier(Protocol):
-    """Takes work from device to device while it is captured: see `kvcli.runtime.gpu.recorder`."""
+    """Moves work between devices while it is captured: see `kvcli.runtime.gpu.recorder`."""
 
     def go_to(self, device: torch.device) -> torch.device:
-        """Have what follows be work of this device; returns where it was before."""
+        """Make this device the one of the following work; return the device before."""
 
     def bring(self, given: Tensor, device: torch.device) -> Tensor:
-        """Go to this device, and give a tensor there with the numbers of `given`: those of later runs in their turn."""
+        """Go to this device, and return a tensor there with the numbers of `given`, updated on every later run."""
 
 
 class DeviceTransfer:
-    """Moves the inputs of the parts of one model that are placed apart, and makes their device the current one.
+    """Moves the inputs of the separately placed parts of one model, and makes their device the current one.
 
-    Hidden states cross where a layer lies on another device than the one before; what all layers are given (positions,
-    rotary angles) crosses once a run for each device. While a run is captured a `carrier` does that.
+    Hidden states cross when a layer lies on another device than the one before; inputs of all layers (positions, rotary
+    angles) cross once per run and device. While a run is captured a `carrier` does that.
     """
 
     def __init__(self, placement: Placement):
         self.first = placement.first
         self.devices = placement.devices
         self.carrier: Carrier | None = None
-        self._shared: dict[tuple[int, torch.device], tuple[Any, Any]] = {}  # the source lives as long as its id counts
+        self._shared: dict[tuple[int, torch.device], tuple[Any, Any]] = {}  # with the source, which keeps its id valid
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within, a run of the model; one may come between the chunks of another."""
+        """Surround a run of the model; one may come between the chunks of another."""
         before, self._shared = self._shared, {}
         try:
             with current(self.first):
@@ -59,7 +59,7 @@ class DeviceTransfer:
 
     @contextmanager
     def carried(self, carrier: Carrier) -> Iterator[None]:
-        """Within, what crosses goes by it."""
+        """Use `carrier` for everything that crosses within this context."""
         self.carrier = carrier
         try:
             yield
@@ -68,7 +68,7 @@ class DeviceTransfer:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Within, a run works on this device."""
+        """Run on this device within this context."""
         carrier, before = self.carrier, device
         with current(device):
             if carrier is not None:
@@ -78,7 +78,7 @@ class DeviceTransfer:
             carrier.go_to(before)
 
     def there(self, given: Moves, device: torch.device) -> Any:
-        """Give something on this device, where the run works from now on."""
+        """Return `given` on this device, where the run works from now on."""
         if self.carrier is None:
             return given.to(device)
         assert isinstance(given, Tensor), "what crosses in a captured step is a tensor"
@@ -87,7 +87,7 @@ class DeviceTransfer:
     def bring(
         self, device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have the inputs of a part on its device: the hook before its forward pass."""
+        """Move the inputs of a part to its device: the hook before its forward pass."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.carrier is not None:
@@ -106,7 +106,7 @@ class DeviceTransfer:
 
 @contextmanager
 def on_its_devices(model: PreTrainedModel, placement: Placement | None) -> Iterator[DeviceTransfer | None]:
-    """Inside, the parts of a model are given what they need where they lie; None where all lie on one device."""
+    """Move inputs to the parts of a model within this context; yields None if all parts lie on one device."""
     if placement is None:
         yield None
         return
@@ -125,7 +125,7 @@ def on_its_devices(model: PreTrainedModel, placement: Placement | None) -> Itera
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Within, kernels are launched on this device."""
+    """Launch kernels on this device within this context."""
     with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: none
         yield
 

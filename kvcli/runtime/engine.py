@@ -1,7 +1,7 @@
-"""A model made ready: our attention, linear layers and rotary tables in place, and what all runs share.
+"""The engine: a model with kvcli's attention, linear layers and rotary tables in place, and what all runs share.
 
-All that runs methods stands on an `Engine`: it makes method objects and sequences, reads a prompt into methods (once,
-however many they are) and decodes. `kvcli.generate` is one user; measuring, calibrating and evaluating are others.
+An `Engine` makes method objects and sequences, reads a prompt into methods (once, for any number of them) and decodes.
+`kvcli.generate` uses it, and so do measuring, calibrating and evaluating.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def depth(self) -> int:
-        """How many decoder layers a token passes."""
+        """Number of decoder layers that a token passes."""
         return self.model.geometry.depth
 
     @property
@@ -76,9 +76,9 @@ class Engine:
         track: str = "sequence 0",
         capacity: int | None = None,
     ) -> SequenceContext:
-        """Make what the method object of a sequence is given; `question` are the prompt's last tokens.
+        """Make the context for the method object of a sequence; `question` holds the prompt's last tokens.
 
-        `capacity` is room for more tokens than the sequence will have, one of the engine's.
+        `capacity`, one of the engine's, leaves room for more tokens than the sequence will have.
         """
         capacity = capacity or prompt_tokens + max_tokens
         context = SequenceContext.of(
@@ -100,12 +100,12 @@ class Engine:
     def method(self, profile: Profile, context: SequenceContext, waits: bool = False) -> AnyMethod:
         """Make the object that serves one sequence.
 
-        With `waits` what it holds on the device of a long prompt's layers waits in host memory until `prefill_branches`
-        has read all of them.
+        With `waits`, what it holds on the device for a long prompt waits in host memory until `prefill_branches` has
+        read all layers.
 
         Raises:
-            KvcliError: the method wants queries a layer ahead, and this model's cannot be made; a budget that is a
-                share of the prompt comes to what the method refuses (usage).
+            KvcliError: the method needs queries a layer ahead, and this model's cannot be made; the method refuses a
+                budget that is a share of the prompt (usage).
         """
         assert context.prompt_tokens is not None
         profile = profile.for_prompt(context.prompt_tokens)
@@ -115,7 +115,7 @@ class Engine:
         if waits and streamed(model.geometry, context.prompt_tokens, model.dtype.itemsize, model.device):
             context.parking = Parking(context.tiers)
         method = method_class(profile.settings, self.layers, context)
-        if method.prefill_window is not None:  # which goes through all layers, window by window
+        if method.prefill_window is not None:  # reads window by window through all layers
             check_reads_exactly(profile.method, profile.settings)
             method.be_present()
         if method.wants_next_query:
@@ -136,8 +136,8 @@ class Engine:
     ) -> RunningSequence:
         """Make the sequence that continues what was read into `method`.
 
-        Its next step is to `accept` the prefill's logits, or to decode, where `first_token` follows the prompt. By
-        default tokens are drawn as `sampling` says; `sampler` chooses them otherwise.
+        Its next step is to `accept` the prefill's logits or, if `first_token` follows the prompt, to decode. Tokens are
+        drawn as `sampling` says, unless a `sampler` is given.
         """
         context = method.context
         assert context.prompt_tokens is not None
@@ -164,10 +164,10 @@ class Engine:
         advance: Callable[[int], None] = lambda _: None,
         chunk: int | None = None,
     ) -> list[Tensor]:
-        """Read one prompt into methods of equal capacity; returns for each the logits [vocab] of the next token.
+        """Read one prompt into methods of equal capacity; return for each the logits [vocab] of the next token.
 
-        Those with exact prefill share one reading, the others read by windows of their own. `advance` is called with
-        the number of tokens that a layer has just done.
+        Methods with exact prefill share one reading, the others read by windows of their own. `advance` is called with
+        the number of tokens that a layer has just processed.
         """
         return self.prefill_branches(Branches((), [ids]), [methods], advance, chunk)[0]
 
@@ -179,13 +179,13 @@ class Engine:
         chunk: int | None = None,
         watchers: Sequence[PrefillConsumer] = (),
     ) -> list[list[Tensor]]:
-        """Read prompts that begin alike, each into methods of its own; returns their logits as `prefill` does.
+        """Read prompts that begin alike, each into methods of its own; return their logits as `prefill` does.
 
-        `methods` has a row for each prompt and a column for each profile; `watchers` get the KV of the first prompt's
-        exact reading, too. Prompts whose rotary positions differ (`Rope.alike`) must have nothing in common. What the
-        methods of a column hold of the common tokens in host memory they share. Methods that read by windows share the
-        whole windows of the common part, unless they want to see something of the prompt's end before
-        (`Method.preview`), and need equal capacities; nothing is skipped for them.
+        `methods` has a row for each prompt and a column for each profile; `watchers` also receive the KV of the first
+        prompt's exact reading. Prompts whose rotary positions differ (`Rope.alike`) must have nothing in common. The
+        methods of a column share what they hold of the common tokens in host memory. Methods that read by windows share
+        the whole windows of the common part, unless they preview the prompt's end (`Method.preview`). They need equal
+        capacities, and no known KV is skipped for them.
         """
         self.rope.use([max(row[0].context.capacity for row in methods)])
         find_documents(branches, methods)
@@ -200,7 +200,7 @@ class Engine:
         return [list(row) for row in zip(*logits, strict=True)]
 
     def repeated_tokens(self, branches: Branches, methods: Sequence[Sequence[AnyMethod]]) -> int:
-        """Count what `prefill_branches` would compute beside prompts, because methods want to see them repeated."""
+        """Count the tokens computed in addition to the prompts because methods want to see them repeated."""
         find_documents(branches, methods)
         parted, _ = with_repetitions(branches, methods, self.model.tokenizer)
         return len(parted.tokens) - len(branches.tokens)
@@ -208,7 +208,7 @@ class Engine:
     def _windowed(
         self, branches: Branches, methods: Sequence[AnyMethod], advance: Callable[[int], None], window: int
     ) -> list[Tensor]:
-        """Read prompts that begin alike into a method each that reads by windows -> logits [vocab] of each."""
+        """Read prompts that begin alike, each into a method that reads by windows -> logits [vocab] of each."""
         if shared := shared_windows(branches, methods, window):
             first, *others = methods
             windowed_prefill(self.hook, branches.common[:shared], first, self.layers, advance, window)
@@ -226,7 +226,7 @@ class Engine:
         advance: Callable[[int], None] = lambda _: None,
         capacity: int | None = None,
     ) -> Tensor:
-        """Read a prompt exactly for a consumer that is no method -> logits [vocab] of the next token.
+        """Read a prompt exactly for a consumer that is not a method -> logits [vocab] of the next token.
 
         `capacity`, by default the prompt's length, must be one of the engine's.
         """
@@ -248,14 +248,14 @@ class Engine:
     ) -> Iterator[list[tuple[RunningSequence, str]]]:
         """Continue sequences together until each has ended, see `kvcli.runtime.decode.decode`.
 
-        Into a blocking pipeline others may join; `rows` is the least number of its rows. With `lossless` sequences
-        bring a `reference`, which checks so many drafts in a pass.
+        Other sequences may join a blocking pipeline; `rows` is the least number of its rows. With `lossless`, sequences
+        bring a `reference`, which checks that many drafts in a pass.
         """
         stepper = stepper_for(self.hook, self.rope, sequences, pipeline, self.notice, rows, lossless)
         return decode(stepper, sequences, timeline or Timeline())
 
     def prepared(self, name: str) -> Any:
-        """Find out what a method needs to know about the model (`Method.needs`), once.
+        """Return what a method needs to know about the model (`Method.needs`), computed once.
 
         "head_scores": how well every KV head retrieves, `HeadScores`.
         """
@@ -272,7 +272,7 @@ class Engine:
 
 
 def shared_windows(branches: Branches, methods: Sequence[AnyMethod], window: int) -> int:
-    """How many tokens that prompts have in common, in whole windows, are read once for all of their methods."""
+    """Count the tokens of the common part, in whole windows, that are read once for all methods."""
     if len(methods) == 1 or not alike(methods) or any(method.preview for method in methods):
         return 0
     return len(branches.common) // window * window
@@ -285,10 +285,10 @@ def engine(
     notice: Callable[[str], None] = lambda _: None,
     disk: DiskTier | None = None,
 ) -> Iterator[Engine]:
-    """Make `model` ready for sequences of these lengths when they end, in tokens; leaves the model as it was.
+    """Prepare `model` for sequences of the final lengths `capacities`, in tokens; restore the model at the end.
 
-    `notice` takes a line for the user about work that was not asked for but takes time. On a `disk` lies what host
-    memory is not to hold.
+    `notice` receives a line for the user about work that takes time without having been asked for. A `disk` takes the
+    KV that host memory is not to hold.
     """
     with (
         compiling.telling(lambda: notice("compiling loops for this processor: once, they are kept")),

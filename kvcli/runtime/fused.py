@@ -1,8 +1,8 @@
-"""What lies between the attention of two layers, in fewer kernels: a model's own code launches some 37 a layer for it.
+"""Run the work between the attention of two layers in fewer kernels: a model's own code launches some 37 per layer.
 
-Queries, keys and values are one product, and so are gate and up; norms, rotation and the gate are a kernel each. It is
-found by what modules do, not by their names: each is tried out and stays as it is where the outcome differs. The
-kernels are those of a GPU (`kvcli.runtime.gpu.fused`), or loops of a CPU (`kvcli.runtime.cpu_layers`).
+Queries, keys and values are one product, and so are gate and up; norms, rotation and the gate are a kernel each.
+Modules are recognised by what they compute, not by their names: each is tried out and left alone if the outcome
+differs. The kernels are those of a GPU (`kvcli.runtime.gpu.fused`), or loops of a CPU (`kvcli.runtime.cpu_layers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Turn = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Kernels(Protocol):
-    """What the layers of a model are run by."""
+    """The kernels that run the layers of a model."""
 
     def serve(self, x: Tensor) -> bool:
         """Tell whether these kernels are for such rows; other rows go through the model's own code."""
@@ -37,7 +37,7 @@ class Kernels(Protocol):
         """Make the function that multiplies by a single linear layer."""
 
     def together(self, linears: Sequence[nn.Linear]) -> Callable[[Tensor], Sequence[Tensor]]:
-        """Make the function that gives the products of the same rows with all of these."""
+        """Make the function that multiplies the same rows by all of these layers."""
 
     def gated(self, gate: nn.Linear, up: nn.Linear) -> Callable[[Tensor], Tensor]:
         """Make the function silu(gate(x)) * up(x)."""
@@ -46,12 +46,12 @@ class Kernels(Protocol):
         """Normalise rows, see `kvcli.kernels.norm_rope`."""
 
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> None:
-        """Turn queries and keys in place, see `kvcli.kernels.norm_rope`."""
+        """Rotate queries and keys in place, see `kvcli.kernels.norm_rope`."""
 
 
 @contextmanager
 def fused_by(kernels: Kernels, model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the layers of a model run by these kernels; what they compute is the same within rounding."""
+    """Run the layers of a model by these kernels within this context; results are the same within rounding."""
     with ExitStack() as left:
         for module in model.modules():
             _fuse(module, kernels, left)
@@ -85,13 +85,13 @@ def _fuse(module: nn.Module, kernels: Kernels, left: ExitStack) -> None:
 
 
 def projections_of(module: nn.Module, knows: Callable[[object], bool] = is_plain) -> list[nn.Linear]:
-    """Linear layers for queries, keys and values of a module that are made one product; none where they cannot be."""
+    """Find the linear layers for queries, keys and values of a module that can be one product; empty if they cannot."""
     together: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     return together if _alike(together, knows) else []
 
 
 class OneProduct:
-    """The forward of the first of several linear layers with the same input: it makes the products of all of them."""
+    """The forward of the first of several linear layers with the same input: computes the products of all."""
 
     def __init__(self, linears: Sequence[Any], kernels: Kernels):
         self.kernels, self.products, self.first = kernels, kernels.together(linears), kernels.alone(linears[0])
@@ -99,14 +99,14 @@ class OneProduct:
         self.parts: Sequence[Tensor] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply, and keep what the other layers will be asked for."""
+        """Multiply, and keep the products for the other layers."""
         if not self.kernels.serve(x):
             return self.first(x)
         self.x, self.parts = x, self.products(x)
         return self.parts[0]
 
     def part(self, index: int, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-        """Make the forward of another of them; asked for a product of something else, it multiplies itself."""
+        """Make the forward of another of the layers; for any other input it multiplies itself."""
 
         alone = self.kernels.alone(linear)
 
@@ -122,7 +122,7 @@ class OneProduct:
 
 
 class Turning:
-    """A model's function that rotates queries and keys, by one kernel where its rule is one of pairs of channels."""
+    """A model's function that rotates queries and keys, run as one kernel if it rotates pairs of channels."""
 
     def __init__(self, turn: Turn, kernels: Kernels):
         self.turn, self.kernels = turn, kernels
@@ -131,7 +131,7 @@ class Turning:
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Rotate q [b, H, n, d] and k [b, Hk, n, d] by cos and sin [b, n, w]."""
         key = q.shape[-1], cos.shape[-1], q.device
-        # Who turns single tensors wants them to stay as they are.
+        # Callers that rotate a single tensor expect their input unchanged.
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[:2] == (len(q), q.shape[2]) and k.shape[1] > 0
         if not plain or not self.kernels.serve(q):
             return self.turn(q, k, cos, sin, *args, **kwargs)
@@ -153,7 +153,7 @@ class Turning:
 
 
 class Norm(NamedTuple):
-    """What a module does that normalises rows by their root mean square, see `kvcli.kernels.norm_rope`."""
+    """A module that normalises rows by their root mean square, see `kvcli.kernels.norm_rope`."""
 
     weight: Tensor
     eps: float
@@ -161,7 +161,7 @@ class Norm(NamedTuple):
 
 
 def norm_of(module: nn.Module) -> Norm | None:
-    """Find out whether a module is such a norm."""
+    """Return the norm that a module computes, or None."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float) or list(module.children()):
         return None
@@ -179,7 +179,7 @@ def norm_of(module: nn.Module) -> Norm | None:
 
 
 def _normalised(kernels: Kernels, norm: Norm, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forward(x: Tensor, *gate: Any, **named: Any) -> Tensor:  # some norms may be given a gate, too
+    def forward(x: Tensor, *gate: Any, **named: Any) -> Tensor:  # some norms take a gate, too
         plain = not gate and not named and kernels.serve(x)
         return kernels.norm(x, *norm) if plain else before(x, *gate, **named)
 
@@ -189,7 +189,7 @@ def _normalised(kernels: Kernels, norm: Norm, before: Callable[..., Tensor]) -> 
 def gated_of(
     module: nn.Module, knows: Callable[[object], bool] = is_plain
 ) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
-    """Give gate, up and down of an MLP that is down(silu(gate) * up)."""
+    """Return gate, up and down of an MLP that is down(silu(gate) * up), or None."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     both = _alike([gate, up], knows)
     if both and isinstance(down, nn.Linear) and _gates(module, gate, up, down):  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def gated_of(
 
 
 def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:
-    """Tell whether an MLP is down(silu(gate) * up): tried out on numbers, without multiplying by a weight."""
+    """Tell whether an MLP is down(silu(gate) * up), by trying it on numbers without multiplying by a weight."""
     x = torch.linspace(-1.0, 1.0, 64, device=gate.weight.device, dtype=gate.weight.dtype)[None]
     with ExitStack() as stack:
         for linear, product in ((gate, lambda x: 3 * x - 1), (up, lambda x: 2 - x), (down, lambda x: -x)):
@@ -211,7 +211,7 @@ def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> b
 
 
 def _alike(linears: Sequence[Any], knows: Callable[[object], bool]) -> bool:
-    """Tell whether these are linear layers that can be one."""
+    """Tell whether these are linear layers that can be combined."""
     if any(not knows(linear) or "forward" in vars(linear) for linear in linears):
         return False
     first = linears[0]
@@ -223,7 +223,7 @@ def _alike(linears: Sequence[Any], knows: Callable[[object], bool]) -> bool:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Put a value in the place of an attribute; what was there before comes back."""
+    """Replace the value of an attribute within this context."""
     before = vars(owner).get(name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""Runs a model layer by layer: each decoder layer over the whole input, part by part, before the next one begins."""
+"""Run a model layer by layer: each decoder layer over the whole input, part by part, before the next one begins."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.gpu.recorder import Point, Streams, streams_for
 
-# The hidden states of prompts on their way through the layers: on the device, or in host memory beyond a size.
+# The hidden states of prompts between the layers: on the device, or in host memory beyond a size.
 
 STREAMED_BYTES = 1 << 30
-"""Hidden states of so many bytes and more lie in host memory beside a GPU: 128K tokens of an 8B model take as much."""
+"""Bytes from which hidden states lie in host memory on a GPU: about 128K tokens of an 8B model."""
 
 CHUNKS_ON_DEVICE = 4
-"""Of those in host memory: a chunk before and one after its layer, one that arrives and one that leaves."""
+"""Chunks of streamed hidden states on the device: one before and one after its layer, one arriving and one leaving."""
 
 
 def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.device) -> bool:
-    """Tell whether the hidden states of so many tokens pass through the device by chunks.
+    """Tell whether the hidden states of `tokens` pass through the device by chunks.
 
-    They cannot where layers with a state read a prompt in one piece.
+    They cannot if layers with a state read a prompt in one piece.
     """
     large = tokens * geometry.hidden_size * itemsize >= STREAMED_BYTES
     return device.type == "cuda" and large and all(state.resumes for state in geometry.states)
 
 
 class ResidentHiddenStates:
-    """Hidden states [1, n, D] on the device, which layers write over, part by part."""
+    """Hidden states [1, n, D] on the device, which layers overwrite part by part."""
 
     def __init__(self, hidden: Tensor):
         self.hidden = hidden
 
     def read(self, part: slice) -> Tensor:
-        """View a part [1, m, D]."""
+        """Return a view of a part [1, m, D]."""
         return self.hidden[:, part]
 
     def write(self, part: slice, out: Tensor) -> None:
-        """Put what a layer has made of a part in its place."""
+        """Store a layer's output for a part."""
         self.hidden[:, part] = out
 
 
 class StreamedHiddenStates:
     """Hidden states of n tokens in host memory, cut into `parts`, which each layer reads in turn, on its device.
 
-    The first layer gets what `embed` makes of a part's tokens, [1, m, D]. `devices` has that of every layer.
+    The first layer gets the result of `embed` for a part's tokens, [1, m, D]. `devices` has the device of every layer.
 
     Raises:
-        KvcliError: reading and writing, where the system does not pin that memory (will not fit).
+        KvcliError: on reading and writing, if the system does not pin that memory (will not fit).
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class StreamedHiddenStates:
         self.place = {part.start: at for at, part in enumerate(self.parts)}
         self.streams = {device: streams or streams_for(device) for device in dict.fromkeys(devices)}
         self.read_so_far = 0  # parts, of all layers
-        self._written: dict[int, Point] = {}  # when each part is there of the last layer that made it
+        self._written: dict[int, Point] = {}  # when each part of the latest layer is there
         self._host: list[tuple[Future[Tensor], slice]] = []  # memory of each part, and its rows there
         self._arriving: deque[tuple[int, Tensor, Point]] = deque()
         self._leaving: deque[tuple[Tensor, Streams, Point]] = deque()
 
     def read(self, part: slice) -> Tensor:
-        """Give a part [1, m, D], and have the next one come."""
+        """Return a part [1, m, D], and start to fetch the next one."""
         at, number = self.place[part.start], self.read_so_far
         self.read_so_far += 1
         if number < len(self.parts):
@@ -90,34 +90,34 @@ class StreamedHiddenStates:
         found, hidden, arrived = self._arriving.popleft()
         assert found == at, f"part {at} is read after part {found - 1}"
         self._at(number)[1].wait(arrived)
-        if len(self.parts) > 1:  # of the next layer once this one has all; the only part is not there yet
+        if len(self.parts) > 1:  # the next layer's first part follows this layer's last; a single part is not there yet
             self._fetch(number + 1)
         return hidden
 
     def write(self, part: slice, out: Tensor) -> None:
-        """Send what a layer has made of a part [1, m, D] to the host."""
+        """Send a layer's output for a part [1, m, D] to the host."""
         at, streams = self.place[part.start], self._at(self.read_so_far - 1)[1]
         host = self._memory(at, out)
-        while self._leaving:  # the device lets go of memory for work that comes after the copy
+        while self._leaving:  # frees device memory for work that comes after the copy
             _, theirs, left = self._leaving.popleft()
             theirs.wait(left)
         left = self._written[at] = streams.submit("hidden states", partial(_copy, host, out[0]), [streams.mark()])
         self._leaving.append((out, streams, left))
 
     def close(self) -> None:
-        """Let what the device does next wait for all copies, and let go of the memory."""
+        """Make the device wait for all copies, and release the memory."""
         for streams in self.streams.values():
             streams.join()
         for held in (self._host, self._arriving, self._leaving):
             held.clear()
 
     def _at(self, number: int) -> tuple[torch.device, Streams]:
-        """The device of the layer that reads so many parts after the first one, and its streams."""
+        """Return the device of the layer that reads part `number`, counted from the first read, and its streams."""
         device = self.devices[min(number // len(self.parts), len(self.devices) - 1)]
         return device, self.streams[device]
 
     def _fetch(self, number: int) -> None:
-        """Begin to bring a part to its layer's device, once all that was given to that so far is done."""
+        """Start to bring a part to its layer's device, once the work submitted so far is done."""
         at, (device, streams) = number % len(self.parts), self._at(number)
         pinned = self._rows(at)
         target = torch.empty_like(pinned, device=device)
@@ -126,7 +126,7 @@ class StreamedHiddenStates:
         self._arriving.append((at, target[None], arrived))
 
     def _memory(self, at: int, like: Tensor) -> Tensor:
-        """Find a part's rows; in the first layer, memory for all rows like those of `like` [1, m, D] is asked for."""
+        """Return a part's rows; the first layer allocates memory for all rows like those of `like` [1, m, D]."""
         if not self._host:
             tiers, width = Tiers.for_device(like.device, like.dtype), like.shape[2]
             most = max(1, PIECE_BYTES // (width * like.dtype.itemsize))
@@ -146,7 +146,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _gathered(parts: Sequence[slice], most: int) -> Iterator[list[slice]]:
-    """Put consecutive parts together, at most so many tokens, or one part alone."""
+    """Group consecutive parts of at most `most` tokens in all, or a single part."""
     some = [parts[0]]
     for part in parts[1:]:
         if part.stop - some[0].start > most:
@@ -157,7 +157,7 @@ def _gathered(parts: Sequence[slice], most: int) -> Iterator[list[slice]]:
 
 
 class _EmbeddedError(Exception):
-    """Leaves a model before its first layer, with what that would be given."""
+    """Leaves a model before its first layer, with that layer's input."""
 
     def __init__(self, hidden: Tensor):
         super().__init__("not an error: the model is left here")
@@ -165,7 +165,7 @@ class _EmbeddedError(Exception):
 
 
 def embedded_part(hook: Hook, tokens: Tensor, positions: Tensor, part: slice) -> Tensor:
-    """Give what the first decoder layer is given for a part of tokens [1, n] at positions [1, n]: [1, m, D]."""
+    """Return the first decoder layer's input for a part of tokens [1, n] at positions [1, n]: [1, m, D]."""
     tokens, positions = tokens[:, part], positions[:, part]
     with _leaving_at(decoder_of(hook.model).layers[0]):  # type: ignore[arg-type, index]
         try:
@@ -196,7 +196,7 @@ def _leaving_at(layer: nn.Module) -> Iterator[None]:
 
 
 def chunk_length(device: torch.device) -> int:
-    """Tokens of a chunk: enough for full-speed matrix products, and so few that the widest intermediate is small."""
+    """Tokens of a chunk: enough for full-speed matrix products, few enough to keep the widest intermediate small."""
     return 4096 if device.type == "cuda" else 1024
 
 
@@ -208,10 +208,10 @@ def layer_major(
     advance: Callable[[int], None],
     streamed: StreamedHiddenStates | None = None,
 ) -> Iterator[None]:
-    """Make every decoder layer run over its input by its parts, in place; the last one keeps tokens `last` only.
+    """Make every decoder layer run over its input by its parts, in place; the last one keeps only the tokens `last`.
 
-    Where hidden states are `streamed`, what the model is given for them is looked at by no layer. Rotary angles are
-    looked up part by part. During `advance` the layers are as they were, so that other sequences can take a step.
+    If hidden states are `streamed`, no layer reads the placeholder that the model is given for them. Rotary angles are
+    looked up part by part. During `advance` the layers are restored, so that other sequences can take a step.
     """
 
     def between(tokens: int) -> None:
@@ -231,7 +231,7 @@ def layer_major(
             if forward is None:
                 del module.forward  # back to the method of the class
             else:
-                module.forward = forward  # of those who take steps meanwhile
+                module.forward = forward  # the one that those who take steps meanwhile have set
 
     decoder = decoder_of(hook.model)
     modules: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def layer_major(
         yield
     finally:
         take_out()
-        forwards.clear()  # they refer to each other, and to tensors, which would wait for the garbage collector
+        forwards.clear()  # they refer to each other and to tensors, which would wait for the garbage collector
 
 
 def _by_parts(
@@ -272,7 +272,7 @@ def _by_parts(
             made = out[0] if isinstance(out, tuple) else out
             if last is None:
                 states.write(part, made)
-            else:  # copies, so that the rest of a part is let go of
+            else:  # copies, so that the rest of a part is freed
                 rows = (row - part.start for row in last if part.start <= row < part.stop)
                 kept += [made[:, row : row + 1].clone() for row in rows]
             advance(part.stop - part.start)
@@ -299,14 +299,14 @@ class _Later:
 
 def _later(look_up: Callable[..., Any]) -> Callable[..., Any]:
     def forward(x: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> _Later:
-        like = x[:0, :0]  # which tells no more than where it is
+        like = x[:0, :0]  # carries only its device and dtype
         return _Later(lambda like, positions: look_up(like, positions, *kind, **named), like, position_ids)
 
     return forward
 
 
 def _cut(arg: Any, part: slice, length: int) -> Any:
-    """Slice what is as long as the sequence: position ids [1, s] and rotary tables ([1, s, d], [1, s, d])."""
+    """Slice arguments as long as the sequence: position ids [1, s] and rotary tables ([1, s, d], [1, s, d])."""
     if isinstance(arg, _Later):
         return arg.at(part)
     if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[1] == length:

@@ -20,9 +20,9 @@ Forward = Callable[[Tensor], Tensor]
 
 @contextmanager
 def cpu_linears(model: nn.Module) -> Iterator[None]:
-    """Run a few rows by loops over the weights and others through oneDNN, where that is possible.
+    """Run a few rows by loops over the weights and others through oneDNN, if possible, within this context.
 
-    Layers that have another forward already keep it.
+    Layers whose forward is already replaced keep it.
     """
     plain = (linear for linear in model.modules() if isinstance(linear, nn.Linear) and is_plain(linear))
     served: Any = [*(linear for linear in plain if onednn_suits(linear.weight)), *filter(is_packed, model.modules())]
@@ -37,18 +37,18 @@ def cpu_linears(model: nn.Module) -> Iterator[None]:
 
 
 def few(x: Tensor) -> bool:
-    """Tell whether loops over weights may take the place of other code for x [.., in]; compilers see that code."""
+    """Tell whether loops over weights may replace other code for x [.., in]; compilers need to see the other code."""
     return x.dtype == torch.float32 and x.is_cpu and not x.requires_grad and not torch.compiler.is_compiling()
 
 
 def rows_of(x: Tensor) -> Tensor | None:
-    """View x [.., in] as rows [m, in], if these are few."""
+    """View x [.., in] as rows [m, in], or return None if there are too many."""
     size = x.shape[-1]
     return x.reshape(-1, size) if x.numel() <= gemv.MOST_ROWS * size else None
 
 
 def is_packed(module: object) -> bool:
-    """Tell whether a module is a linear layer whose weight is packed, on a CPU."""
+    """Tell whether a module is a linear layer on a CPU whose weight is packed."""
     return isinstance(module, nn.Linear) and isinstance(module.weight, PackedWeight) and module.weight.is_cpu
 
 
@@ -67,7 +67,7 @@ def by_memory(linear: nn.Linear) -> Forward:
     arrays = (linear.weight.detach().numpy(),) if loops else ()
 
     def forward(x: Tensor) -> Tensor:
-        if x.requires_grad:  # which neither the loops nor oneDNN pass on
+        if x.requires_grad:  # neither the loops nor oneDNN pass gradients on
             return functional.linear(x, linear.weight, linear.bias)
         if loops and few(x) and (rows := rows_of(x)) is not None:
             out = row_products(rows, arrays).view(*x.shape[:-1], -1)
@@ -78,7 +78,7 @@ def by_memory(linear: nn.Linear) -> Forward:
 
 
 def _packed(linear: nn.Linear) -> Forward:
-    """Make the forward of a layer whose weight is packed; asked for as itself, torch would take a detour to it."""
+    """Make the forward of a layer whose weight is packed; torch's own would dispatch to it by a detour."""
     weight: Any = linear.weight
     multiply = products_with([weight]) if suits_gemv(linear) else None
 

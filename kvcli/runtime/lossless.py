@@ -1,12 +1,12 @@
 """Lossless decoding: the method drafts some tokens, full attention checks all of them in one pass.
 
-Every token is drawn from the logits of full attention, so that the text is the one full attention writes; the method
-only proposes what is to be checked together. Decoding by speculation is due to Leviathan et al. (arXiv 2211.17192),
-drafting by the same model with a sparse cache to TriForce (arXiv 2404.11912). Here a draft counts where it is the very
-token that the sequence's sampler draws: the text is that of the seed, not only of the distribution.
+Every token is drawn from the logits of full attention, so the text is the one that full attention writes; the method
+only proposes tokens to check together. Speculative decoding is due to Leviathan et al. (arXiv 2211.17192), drafting by
+the same model with a sparse cache to TriForce (arXiv 2404.11912). Here a draft is accepted only if it is the very token
+that the sequence's sampler draws: not only the distribution but the text of the seed is preserved.
 
-Both have read the prompt, each into a cache of its own. A method cannot go back, so a copy of it goes on from each
-draft, and the copy that has seen what was right stays. Full attention only forgets its newest tokens.
+Both have read the prompt, each into a cache of its own. A method cannot go back, so a copy of it continues from each
+draft, and the copy that has seen only accepted tokens stays. Full attention just forgets its newest tokens.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from kvcli.telemetry.report import DraftCounts
 
 @dataclass
 class _Round:
-    """What was drafted behind the newest token of a sequence, and what full attention says of it.
+    """The drafts after the newest token of a sequence, and the logits of full attention for them.
 
-    Row i of `logits` [n + 1, vocab] follows the newest token and i of the n drafts. `methods` have seen the newest
-    token and as many drafts as their place says; the last draft was shown to none.
+    Row i of `logits` [n + 1, vocab] follows the newest token and i of the n drafts. `methods[i]` has seen the
+    newest token and i drafts; no method has seen the last draft.
     """
 
     drafts: list[int]
     methods: list[AnyMethod]
     logits: Tensor
     given: int = 0
-    """How many rows were given out."""
+    """Number of rows returned so far."""
 
     def goes_on(self, newest: int) -> bool:
-        """Tell whether the token drawn from the row that was given last is the draft that the next row follows."""
+        """Tell whether the token drawn from the latest row is the draft that the next row follows."""
         return self.given <= len(self.drafts) and self.drafts[self.given - 1] == newest
 
     def next_row(self) -> Tensor:
-        """Give the next row of the logits."""
+        """Return the next row of the logits."""
         self.given += 1
         return self.logits[self.given - 1]
 
 
 class Verifier:
-    """Full attention over a sequence: reads several tokens in one pass, and forgets those that were not to be."""
+    """Full attention over a sequence: reads several tokens in one pass, and forgets rejected ones."""
 
     def __init__(self, hook: Hook, method: AnyMethod):
         self.hook, self.method = hook, method
@@ -64,7 +64,7 @@ class Verifier:
         self._states_before: list[dict[str, Tensor]] = []
 
     def read(self, tokens: list[int]) -> Tensor:
-        """Read tokens -> logits [n, vocab] behind each of them."""
+        """Read tokens -> logits [n, vocab] of the token after each."""
         self._tokens = tokens
         self._windows_before = [window.kv.clone() for window in self.windows]
         self._states_before = [{name: part.clone() for name, part in state.items()} for state in self._states]
@@ -73,7 +73,7 @@ class Verifier:
     def keep(self, count: int) -> None:
         """Keep the first `count` of the tokens read last.
 
-        Windows and states hold nothing of what they have dropped: they go back to before, and these are read again.
+        Windows and states cannot drop tokens: they are reset, and the kept tokens are read again.
         """
         if count == len(self._tokens):
             return
@@ -95,7 +95,7 @@ class Verifier:
 
 
 class LosslessStepper(Stepper):
-    """Steps that give logits of full attention, several tokens' of one pass as far as the drafts were right.
+    """Steps that return logits of full attention, from one pass for as many tokens as drafts were right.
 
     Every sequence brings full attention that has read its prompt, `RunningSequence.reference`.
     """
@@ -127,7 +127,7 @@ class LosslessStepper(Stepper):
             self._settle(sequence, last)
 
     def _begin(self, sequence: RunningSequence) -> _Round:
-        """Draft behind the newest token, and check."""
+        """Draft after the newest token, and check the drafts."""
         wanted = min(self.drafts, sequence.max_tokens - len(sequence.token_ids) - 1)
         methods, drafts = [sequence.method], list[int]()
         assert isinstance(sequence.sampler, Sampler)
@@ -143,7 +143,7 @@ class LosslessStepper(Stepper):
         return _Round(drafts, methods, checked)
 
     def _settle(self, sequence: RunningSequence, ended: _Round) -> None:
-        """Have the sequence go on by the method that has seen what was right, and count."""
+        """Let the sequence continue with the method that has seen only accepted tokens, and count."""
         sequence.method = ended.methods[min(ended.given, len(ended.methods)) - 1]
         counts = sequence.drafts or DraftCounts()
         sequence.drafts = DraftCounts(

@@ -1,11 +1,11 @@
-"""The next layer's query, made ahead of time from the attention input of the layer before (InfiniGen, OSDI 2024).
+"""The next layer's query, predicted from the attention input of the layer before (InfiniGen, OSDI 2024).
 
-A decoder layer adds little to what runs through it, so that the attention input of layer l, put through the query
-projection of layer l+1, is close to the query that layer l+1 will have. A method that wants it
-(`Method.wants_next_query`) gets it before layer l attends, in time to select and to fetch for layer l+1.
+A decoder layer adds little to its input, so the attention input of layer l, put through the query projection of layer
+l+1, is close to the query that layer l+1 will have. A method that wants it (`Method.wants_next_query`) gets it before
+layer l attends, in time to select and to fetch for layer l+1.
 
-The projection is done here once more, apart from the model: the query's weights, its norm, its rotation.
-`check_next_queries` holds that against the queries that the model itself makes.
+The projection is repeated here outside the model: the query's weights, its norm, its rotation. `check_next_queries`
+compares the result with the queries that the model itself makes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,9 +28,9 @@ from kvcli.runtime.attention_hook import Hook
 
 @contextmanager
 def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
-    """Inside, a decode step of these sequences tells each method that wants it the queries of layers to come.
+    """Tell each method that wants them the queries of the next layers during a decode step of these sequences.
 
-    Where none does, nothing is done.
+    Does nothing if no method wants them.
     """
     takers = [(row, method) for row, method in enumerate(methods) if method.wants_next_query]
     if not takers:
@@ -52,7 +52,7 @@ def next_queries(hook: Hook, methods: Sequence[AnyMethod]) -> Iterator[None]:
 
 @contextmanager
 def predicting(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor, float], None]) -> Iterator[None]:
-    """Inside, `tell` these layers of a batch their queries [b, H, d], not rotated, and their scale, one layer ahead."""
+    """Within this context, `tell` these layers their unrotated queries [b, H, d] and scale, one layer ahead."""
     if not layers:
         yield
         return
@@ -68,14 +68,14 @@ def predicting(hook: Hook, layers: Collection[int], tell: Callable[[int, Tensor,
 
 
 def project_query(attention: Any, x: Tensor) -> Tensor:
-    """The query of an attention module before its rotation, from attention inputs x [b, D] -> [b, H, d].
+    """Return an attention module's query before its rotation, from attention inputs x [b, D] -> [b, H, d].
 
-    Raises AttributeError for a module that has no query projection known here.
+    Raises AttributeError for a module without a known query projection.
     """
     d: int = attention.head_dim
     if hasattr(attention, "q_proj"):
         q: Tensor = attention.q_proj(x)
-    else:  # queries, keys and values side by side, the queries first
+    else:  # queries, keys and values in one projection, the queries first
         fused, rows = attention.qkv_proj, attention.config.num_attention_heads * d
         if is_plain(fused):
             q = functional.linear(x, fused.weight[:rows], None if fused.bias is None else fused.bias[:rows])
@@ -91,16 +91,16 @@ def project_query(attention: Any, x: Tensor) -> Tensor:
 
 
 def _project(hook: Hook, layer: int, hidden: Tensor) -> Tensor:
-    """The query of a layer before its rotation, from attention inputs [b, 1, D] of the tokens that run -> [b, H, d]."""
+    """Return a layer's query before its rotation, from attention inputs [b, 1, D] of the new tokens -> [b, H, d]."""
     return hook.tempered(layer, project_query(hook.modules[layer], hidden[:, -1])[:, :, None])[:, :, 0]
 
 
 @torch.inference_mode()
 def check_next_queries(hook: Hook, rope: Rope, method: AnyMethod) -> None:
-    """Run one token through the model, and compare in every layer that retrieves the query with the one made here.
+    """Run one token through the model, and compare the query made here in every layer that retrieves.
 
     Raises:
-        KvcliError: they differ, or the attention has no form known here (usage).
+        KvcliError: they differ, or the attention has no known form (usage).
     """
     model, position = hook.model, method.context.capacity - 1
     made: dict[int, Tensor] = {}  # layer -> [H, d]
@@ -129,7 +129,7 @@ def check_next_queries(hook: Hook, rope: Rope, method: AnyMethod) -> None:
 
 @contextmanager
 def _listening(hook: Hook, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside, let `hear` have each layer's attention input [b, n, D] before that layer attends."""
+    """Pass each layer's attention input [b, n, D] to `hear` before that layer attends, within this context."""
 
     def before(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hear(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])

@@ -1,4 +1,4 @@
-"""Where NaN or infinity in a model's logits comes from."""
+"""Find the origin of NaN or infinity in a model's logits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from kvcli.inputs.profiles import reference_profile
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.engine import Engine
 
-_TOKENS = 256  # of the prompt's end, that are read again
+_TOKENS = 256  # at the prompt's end, which are read again
 
 
 def check_finite(engine: Engine, logits: Tensor, ids: Sequence[int]) -> None:
     """Check the logits [..., vocab] that follow the tokens of a prompt.
 
     Raises:
-        KvcliError: a row holds NaN or nothing but infinity; the weight or layer it comes from is named.
+        KvcliError: a row holds NaN or nothing but infinity; the message names the weight or layer it comes from.
     """
     if not bool(logits.max(-1).values.isfinite().all()):
         what = f"NaN or infinity in the model's logits: {describe_origin(engine, ids)}"
@@ -25,7 +25,7 @@ def check_finite(engine: Engine, logits: Tensor, ids: Sequence[int]) -> None:
 
 
 def describe_origin(engine: Engine, ids: Sequence[int]) -> str:
-    """Name the first weight, or else the first layer, that is not finite; a prompt's last tokens are read again."""
+    """Name the first weight, or else the first layer, that is not finite, by reading a prompt's last tokens again."""
     module = engine.model.module
     for name, weight in module.named_parameters():
         if not _finite(weight):

@@ -1,4 +1,4 @@
-"""The ways in which a step of a batch can run, and which of them serves a run."""
+"""Choose how the steps of a batch run."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -15,7 +15,8 @@ from kvcli.runtime.sequence import RunningSequence
 
 Pipeline = Literal["blocking", "overlapped"]
 """How a step runs: phase after phase; or on a GPU as `gpu_step_of` its method says (`kvcli.runtime.gpu`), where phases
-are neither watched nor timed."""
+are neither watched nor timed.
+"""
 
 
 def stepper_for(
@@ -27,7 +28,7 @@ def stepper_for(
     rows: int = 1,
     lossless: int | None = None,
 ) -> Stepper:
-    """Make what steps these sequences; parameters as in `kvcli.runtime.engine.Engine.decode`."""
+    """Make the stepper of these sequences; parameters as in `kvcli.runtime.engine.Engine.decode`."""
     if lossless is not None:
         return LosslessStepper(hook, rope, sequences, lossless)
     if pipeline == "blocking":
@@ -39,5 +40,5 @@ def stepper_for(
 
 
 def alike(methods: Sequence[AnyMethod]) -> bool:
-    """Tell whether all have the same settings: a budget that is a share comes to another one for each prompt."""
+    """Tell whether all have the same settings: a budget that is a share differs from prompt to prompt."""
     return all(method.config == methods[0].config for method in methods)

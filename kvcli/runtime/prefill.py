@@ -1,11 +1,11 @@
-"""Prefill, layer-major in chunks; exact, but where sparse attention is asked for (`kvcli.runtime.prefill`).
+"""Prefill, layer-major in chunks; exact unless sparse attention is asked for (`SparseReading`).
 
-Each decoder layer runs over the whole prompt in chunks before the next one begins, so that only the hidden states, one
+Each decoder layer runs over the whole prompt in chunks before the next one begins. So only the hidden states, one
 layer's KV and the method's own store are ever as long as the prompt; MLP and projection intermediates are as long as a
-chunk. A layer's KV is handed to the method when its last chunk is done.
+chunk. A layer's KV is passed to the method when its last chunk is done.
 
-Prompts that begin alike, as questions on one document do, go through a layer together: what they have in common once,
-then each one's rest, which attends to the common KV and its own. The first tokens' KV may be known already.
+Prompts that begin alike, such as questions on one document, go through a layer together: first the common part, then
+each one's rest, which attends to the common KV and its own. The first tokens' KV may be known already.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from kvcli.runtime.recurrent import PrefillStates, state_takers
 
 
 class KnownKV(Protocol):
-    """KV of a prompt's first tokens, which need not be computed: a saved document's, or a conversation's so far."""
+    """KV of a prompt's first tokens that need not be computed: a saved document's, or a conversation's so far."""
 
     @property
     def length(self) -> int:
-        """How many tokens it is of."""
+        """Number of tokens."""
 
     def fill(self, layer: int, kv: Tensor) -> None:
-        """Put keys and values of the first n <= `length` tokens into kv [2, Hk, n, d]; once a layer, in their order."""
+        """Put keys and values of the first n <= `length` tokens into kv [2, Hk, n, d]; once per layer, in order."""
 
     def fill_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put the state of a layer that keeps one after so many tokens, as `cut` gives them, into its tensors."""
+        """Copy the state after `tokens`, a result of `cut`, of a layer that keeps one into its tensors."""
 
     def cut(self, limit: int) -> int:
-        """After how many tokens another prompt can go on, `limit` at most: whole pages, where a state was kept."""
+        """Return the most tokens, up to `limit`, after which another prompt can continue: whole pages, kept states."""
 
 
 @runtime_checkable
 class LentKV(KnownKV, Protocol):
-    """KV that lies in pages of host memory, which caches of the same pages can share."""
+    """KV in pages of host memory, which caches with the same pages can share."""
 
     def pool(self) -> HostPagePool:
-        """Give the pages of the layer that was filled last."""
+        """Return the pages of the layer that was filled last."""
 
     def keep(self, pool: HostPagePool) -> None:
         """Leave them to those who share them."""
 
 
 class Lending:
-    """Known KV whose pages `caches`, [consumer][layer], share where they can, instead of being given them."""
+    """Known KV whose pages `caches`, [consumer][layer], share if they can, instead of copying them."""
 
     def __init__(self, known: LentKV, caches: Sequence[Sequence[LayerCache]], tokens: int):
         self.known, self.caches, self.length = known, caches, tokens
@@ -81,11 +81,11 @@ class Lending:
             self.known.keep(pool)
 
 
-# Prefill attention that leaves tokens out, and how much that was (arXiv 2407.02490).
+# Prefill attention that leaves tokens out, and its audit (arXiv 2407.02490).
 
 
 class SparseReading:
-    """Attends by a pattern while a prompt is read, and audits itself."""
+    """Attends by a pattern while a prompt is read, and audits the result."""
 
     def __init__(self, reading: PrefillPattern):
         self.reading = reading
@@ -93,7 +93,7 @@ class SparseReading:
 
     @classmethod
     def of(cls, reading: PrefillPattern) -> SparseReading | None:
-        """None where a prompt is read exactly."""
+        """Return None if a prompt is read exactly."""
         return None if reading.pattern == "exact" else cls(reading)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -103,9 +103,10 @@ class SparseReading:
         return out if softmax.sinks is None else add_sinks(out, lse, softmax.sinks[:, None])
 
     def statistics(self) -> Mapping[str, Any]:
-        """Say the pattern, the part of the attention that it covered, and the relative RMS error of the output.
+        """Report the pattern, the part of the attention that it covered, and the relative RMS error of the output.
 
-        Over the audited queries of all heads; over all layers, and of each that did not attend to a window alone.
+        Figures are over the audited queries of all heads: over all layers, and for each layer that did not attend to a
+        window.
         """
         found = torch.stack([torch.stack(self.audited[layer]).sum(0) for layer in sorted(self.audited)])  # [layers, 4]
         queries, mass, off, norm = (found[:, at].tolist() for at in range(4))
@@ -125,9 +126,9 @@ class SparseReading:
 
 
 def _audit(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, out: Tensor, lse: Tensor) -> Tensor:
-    """Let some queries attend exactly: their number, and sums of mass covered, squared error and squared norm [4].
+    """Audit some queries by exact attention -> [4]: their number, sums of covered mass, squared error, squared norm.
 
-    The mass that a query's pattern covers is the ratio of the softmax's norms, e^(lse - lse of all keys).
+    The mass that a query's pattern covers is the ratio of the softmax norms, e^(lse - lse of all keys).
     """
     (num_heads, m, _), n = q.shape, k.shape[1]
     rows = torch.linspace(0, m - 1, min(m, ROWS), device=q.device).round().long()
@@ -144,23 +145,23 @@ def _audit(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, out: Tensor, lse: 
 # A layer's prompt KV on its way from the computation to the method's cache.
 
 ALONE_BYTES = 1 << 30
-"""A layer's KV of more bytes has no second buffer beside it: what is offloaded by chunks has all but left by then."""
+"""Most bytes of a layer's KV that get a second buffer; of larger ones, little is left to offload at the layer's end."""
 
 
 def prefill_buffers(device: torch.device, nbytes: int) -> int:
-    """Buffers of so many bytes that hold a layer's KV during the prefill: one being computed and, on CUDA, another.
+    """Count the buffers of `nbytes` that hold a layer's KV during the prefill.
 
-    That one is being offloaded meanwhile.
+    One is being computed; on CUDA another may be offloaded meanwhile.
     """
     return 2 if device.type == "cuda" and nbytes <= ALONE_BYTES else 1
 
 
 class PrefillOffloader:
-    """Lends a buffer for each layer's KV, and does the work of offloading it while the next layer is computed.
+    """Lends a buffer for each layer's KV, and offloads it while the next layer is computed.
 
-    On CUDA the work has a stream of its own, and the layers take turns with two buffers, or one that is large: it is
-    lent again once the work on it is done. On the CPU there is nothing to overlap with: the work is done at once, in
-    one buffer.
+    On CUDA offloading has a stream of its own, and the layers take turns with two buffers, or one that is large: a
+    buffer is lent again once the work on it is done. On the CPU there is nothing to overlap with: the work is done at
+    once, in one buffer.
     """
 
     def __init__(self, device: torch.device):
@@ -170,7 +171,7 @@ class PrefillOffloader:
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The work stays with its buffer, so that whatever else it reads outlives it too.
         self._lent: deque[tuple[Tensor, Callable[[], None], torch.cuda.Event | None]] = deque()
-        self._without: tuple[Callable[[], None], torch.cuda.Event | None] | None = None  # the last that had no buffer
+        self._without: tuple[Callable[[], None], torch.cuda.Event | None] | None = None  # the last without a buffer
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Lend an uninitialised buffer on the device."""
@@ -180,7 +181,7 @@ class PrefillOffloader:
             if done is not None:
                 torch.cuda.current_stream(self.device).wait_event(done)
             found = buffer if buffer.shape == shape and buffer.dtype == dtype else found
-            del buffer  # before there is another one
+            del buffer  # before another one is allocated
         if found is not None:
             return found
         if self.device.type == "cpu":
@@ -188,7 +189,7 @@ class PrefillOffloader:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def beside(self, work: Callable[[], None]) -> None:
-        """Do `work` after all that was computed so far; it reads a buffer that `start` is called with later."""
+        """Do `work` after everything computed so far; it reads a buffer that is passed to `start` later."""
         if self.stream is None:
             work()
             return
@@ -197,7 +198,7 @@ class PrefillOffloader:
             work()
 
     def start(self, buffer: Tensor | None, work: Callable[[], None]) -> None:
-        """Do `work`, the last that reads `buffer`, after all that was computed so far; None: it was not lent here."""
+        """Do `work`, the last that reads `buffer` (None if not lent here), after everything computed so far."""
         self.beside(work)
         done = None if self.stream is None else self.stream.record_event()
         if buffer is not None:
@@ -208,7 +209,7 @@ class PrefillOffloader:
         self._without = work, done
 
     def finish(self) -> None:
-        """Wait until all work is done, and let go of the buffers."""
+        """Wait until all work is done, and release the buffers."""
         if self.stream is not None:
             self.stream.synchronize()
         self._lent.clear()
@@ -222,47 +223,47 @@ class PrefillOffloaders:
         self._of: dict[torch.device, PrefillOffloader] = {}
 
     def on(self, device: torch.device) -> PrefillOffloader:
-        """Give that of a device."""
+        """Return the offloader of a device."""
         if device not in self._of:
             self._of[device] = PrefillOffloader(device)
         return self._of[device]
 
     def finish(self) -> None:
-        """Wait until all work is done, and let go of the buffers."""
+        """Wait until all work is done, and release the buffers."""
         for offloader in self._of.values():
             offloader.finish()
 
 
 class PrefillConsumer(Protocol):
-    """What a prompt's KV is handed to: a method, several at once, or something that only looks at it."""
+    """The recipient of a prompt's KV: a method, several at once, or an observer of it."""
 
     @property
     def query_rows(self) -> int:
-        """How many of the prompt's last queries are wanted."""
+        """Number of the prompt's last queries that it wants."""
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """See the next queries q [H, n, d] of a layer and all keys up to them, k [Hk, m, d]; not to be kept."""
+        """See the next queries q [H, n, d] of a layer and all keys up to them, k [Hk, m, d]; do not keep them."""
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Take over a layer's k, v [Hk, s, d] and last queries q [H, query_rows or s, d]; not to be kept."""
+        """Take over a layer's k, v [Hk, s, d] and last queries q [H, query_rows or s, d]; do not keep the tensors."""
 
 
 @runtime_checkable
 class PartTaker(Protocol):
-    """Who has use for a layer's KV before all of it is there, because parts of it can leave the device."""
+    """A consumer that uses a layer's KV before it is complete, because parts of it can leave the device."""
 
     def lend(self, layer: int, length: int) -> Tensor | None:
-        """Lend rows [t, Hk, length, d] in which a layer's KV is collected, where `prefill` would copy it there."""
+        """Lend rows [t, Hk, length, d] in which a layer's KV is collected, if `prefill` would copy it there."""
 
     def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take what can leave of the first m tokens' k, v [Hk, m, d]; ever more of them, then `prefill` is called."""
+        """Take what can leave of the first m tokens' k, v [Hk, m, d]; m grows with each call before `prefill`."""
 
     def close(self, layer: int) -> None:
-        """Know that all who a layer's KV is handed to have had it."""
+        """Learn that all consumers have received a layer's KV."""
 
 
 class PrefillFanout:
-    """Hands a layer's prompt KV to several methods, so that the prompt is read once."""
+    """Passes a layer's prompt KV to several methods, so that the prompt is read once."""
 
     def __init__(self, consumers: Sequence[PrefillConsumer]):
         self.consumers = consumers
@@ -278,24 +279,24 @@ class PrefillFanout:
             consumer.observe(layer, q, k, softmax)
 
     def lend(self, layer: int, length: int) -> Tensor | None:
-        """Give the rows of the first consumer that lends some."""
+        """Return the rows of the first consumer that lends some."""
         takers = (consumer for consumer in self.consumers if isinstance(consumer, PartTaker))
         return next((rows for taker in takers if (rows := taker.lend(layer, length)) is not None), None)
 
     def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Give k, v [Hk, m, d] of a layer's first tokens to those consumers that have use for them."""
+        """Pass k, v [Hk, m, d] of a layer's first tokens to the consumers that take parts."""
         for consumer in self.consumers:
             if isinstance(consumer, PartTaker):
                 consumer.take_part(layer, k, v)
 
     def close(self, layer: int) -> None:
-        """Say that everybody had a layer's KV."""
+        """Tell all part takers that every consumer has received a layer's KV."""
         for consumer in self.consumers:
             if isinstance(consumer, PartTaker):
                 consumer.close(layer)
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Give every consumer a layer's k, v [Hk, s, d], and those of the last queries q [H, r, d] that it wants."""
+        """Give every consumer a layer's k, v [Hk, s, d], and as many of the last queries q [H, r, d] as it wants."""
         for consumer in self.consumers:
             rows = min(consumer.query_rows, q.shape[1])
             consumer.prefill(layer, k, v, q[:, q.shape[1] - rows :], softmax)
@@ -303,9 +304,9 @@ class PrefillFanout:
 
 @dataclass(frozen=True)
 class Branches:
-    """Prompts that begin alike: the tokens that all have in `common`, and at least one token that each goes on with.
+    """Prompts that begin alike: the tokens that all have in `common`, and at least one further token of each.
 
-    Of the common tokens, the first `skip` are not computed: their KV is known.
+    The KV of the first `skip` common tokens is known, so they are not computed.
     """
 
     common: Sequence[int]
@@ -315,36 +316,36 @@ class Branches:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], common: int) -> Branches:
-        """Part prompts that have so many tokens in common, less than any of them has."""
+        """Split prompts after their first `common` tokens, fewer than any of them has."""
         return cls(prompts[0][:common], [prompt[common:] for prompt in prompts])
 
     @property
     def positions(self) -> list[int]:
-        """The position of every token that is computed: common ones, then each prompt's own."""
+        """The position of every computed token: common ones, then each prompt's own."""
         start = len(self.common)
         own = [position for rest in self.rests for position in range(start, start + len(rest))]
         return [*range(self.skip, start), *own]
 
     @property
     def tokens(self) -> list[int]:
-        """Every token that is computed, in the same order."""
+        """Every computed token, in the same order."""
         return [*self.common[self.skip :], *chain.from_iterable(self.rests)]
 
     def place(self, branch: int, tokens: int) -> int:
-        """Where a prompt's first so many tokens end among those that are computed; not above 0 where none is."""
+        """Return where a prompt's first `tokens` end among the computed ones; 0 or less if none of them is computed."""
         before = sum(map(len, self.rests[:branch])) if tokens > len(self.common) else 0
         return tokens - self.skip + before
 
     def ends(self) -> list[int]:
-        """Where each of the parts ends among these tokens: the common one, if it has any, and those of the prompts."""
+        """List where each part ends among the computed tokens: the common part, if any, and those of the prompts."""
         parts = [len(self.common) - self.skip, *map(len, self.rests)]
         return list(accumulate(parts))[parts[0] == 0 :]
 
 
 class PrefillAttention:
-    """The handler during prefill: collects a layer's KV chunk by chunk, attends, hands the whole over.
+    """The handler during prefill: collects a layer's KV chunk by chunk, attends, passes the whole on.
 
-    `consumers` are those of each prompt of the branches. The common part is read once, and shown to all of them.
+    `consumers` has one for each prompt of the branches. The common part is read once, and shown to all of them.
     """
 
     def __init__(
@@ -357,7 +358,7 @@ class PrefillAttention:
         self.branches, self.layers, self.sparse = branches, layers, sparse
         self.consumers = [PrefillFanout([consumer]) for consumer in consumers]
         self.rows = max(consumer.query_rows for consumer in consumers)
-        self.start = len(branches.common)  # where the prompts part
+        self.start = len(branches.common)  # where the prompts diverge
         self.lengths = [self.start + len(rest) for rest in branches.rests]
         self.offloaders = PrefillOffloaders()
         self.branch: int | None = None  # the prompt being read; None at a layer's beginning
@@ -392,9 +393,9 @@ class PrefillAttention:
         return out.transpose(0, 1)[None]
 
     def _begin(self, layer: int, q: Tensor, k: Tensor) -> None:
-        """Make room for a layer, q [1, H, n, d] and k [1, Hk, n, d] of its first chunk, and get what is known."""
-        self.kv = torch.empty(0)  # lets go of the buffer before, so that there need not be one more
-        # What prompts have in common is read once, into rows that all of them copy.
+        """Make room for a layer, given q [1, H, n, d] and k [1, Hk, n, d] of its first chunk, and fill in known KV."""
+        self.kv = torch.empty(0)  # releases the buffer first, so that one fewer is needed
+        # The common part is read once, into rows that all prompts copy.
         lent = self.consumers[0].lend(layer, self.lengths[0]) if len(self.consumers) == 1 else None
         self.lent = lent is not None
         self.offloader = self.offloaders.on(k.device)
@@ -406,9 +407,9 @@ class PrefillAttention:
             self.branches.known.fill(layer, self.kv[:, :, : self.done])
 
     def _hand_over_part(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Let what can leave of the tokens so far, k and v [Hk, m, d], do so while the next chunk is computed.
+        """Offload what can leave of the tokens so far, k and v [Hk, m, d], while the next chunk is computed.
 
-        Of the common tokens only the first prompt's consumer: what others share with it is settled when it has all.
+        Common tokens go only to the first prompt's consumer: sharing is settled when it has all of them.
         """
         assert self.branch is not None
         work = partial(self.consumers[self.branch].take_part, layer, k, v)
@@ -418,12 +419,12 @@ class PrefillAttention:
             self.offloader.beside(work)
 
     def _hand_over(self, layer: int, softmax: Softmax) -> None:
-        """Give the prompt that was read to its consumer, and go on with the next one, or to the next layer."""
+        """Give the prompt that was read to its consumer, and continue with the next prompt or the next layer."""
         assert self.branch is not None
         k, v = both(self.kv[:, :, : self.done])
         work = partial(_given, self.consumers[self.branch], layer, k, v, self.q, softmax)
         if self.branch + 1 < len(self.consumers):
-            work()  # before the next prompt's own tokens take the place of this one's
+            work()  # before the next prompt's own tokens overwrite this one's
             self.branch, self.done, self.q = self.branch + 1, self.start, self.common_q
         else:
             self.offloader.start(None if self.lent else self.kv, work)
@@ -443,9 +444,9 @@ def prefill(
     advance: Callable[[int], None],
     chunk: int | None = None,
 ) -> Tensor:
-    """Read a prompt of s >= 1 tokens into `consumer`; returns the logits [vocab] of the token that follows.
+    """Read a prompt of s >= 1 tokens into `consumer`; return the logits [vocab] of the next token.
 
-    `advance` is called with the number of tokens that a layer has just done: s times the number of layers in all.
+    `advance` is called with the number of tokens that a layer has just processed: s times the number of layers in all.
     """
     return prefill_branches(hook, Branches((), [ids]), [consumer], layers, advance, chunk)[0]
 
@@ -460,10 +461,10 @@ def prefill_branches(
     chunk: int | None = None,
     sparse: SparseReading | None = None,
 ) -> Tensor:
-    """Read prompts that begin alike, each into its consumer -> logits [b, vocab] of the tokens that follow them.
+    """Read prompts that begin alike, each into its consumer -> logits [b, vocab] of their next tokens.
 
-    Consumers see what they would see of their prompt alone, but for the queries of tokens that are skipped. Of what is
-    attended to `sparse` leaves out a part, in layers that do not attend to a window anyway.
+    Consumers see what they would see of their prompt alone, except for the queries of skipped tokens. `sparse` leaves
+    out a part of the attention in layers without a window.
     """
     device, geometry = hook.model.device, hook.geometry
     attention = PrefillAttention(branches, consumers, layers, sparse)
@@ -490,7 +491,7 @@ def prefill_branches(
             hidden = StreamedHiddenStates(parts, embed, hook.devices)
             stack.callback(hidden.close)
         stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], last, advance, hidden))
-        # Those in host memory are stood for by something as long as they are.
+        # A placeholder of the same length stands for hidden states in host memory.
         given = tokens if hidden is None else torch.zeros(*tokens.shape, 1, dtype=hook.model.dtype, device=device)
         logits = hook.run(attention, given, positions, len(last), states)
     return logits[0]

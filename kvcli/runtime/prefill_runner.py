@@ -1,7 +1,7 @@
-"""Prefilling prompts: from token ids to sequences that have their first token.
+"""Prefill prompts: from token ids to sequences that have their first token.
 
-Questions on one document are read together, and all get the room that the longest needs, so that any can be a copy of
-any other. What a library has of their beginning is loaded, and what they add to it kept.
+Questions on one document are read together, and all get the room that the longest needs, so that each can be a copy of
+any other. KV that a library has of their beginning is loaded, and new KV is saved to it.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ if TYPE_CHECKING:
     pass
 
 
-# Reading prompts once for all methods that have them read alike, with what else the model is to read for these.
+# Read prompts once for all methods that read them alike.
 
 
 @dataclass
 class _Reading:
-    """Prompts that are read together, `places` among all prompts; rows are prompts, columns profiles."""
+    """Prompts that are read together, with their `places` among all prompts; rows are prompts, columns profiles."""
 
     places: Sequence[int]
     prompts: Sequence[EncodedPrompt]
     contexts: list[list[list[SequenceContext]]]
     """[row][column][sample]"""
     methods: list[list[AnyMethod]]
-    """Of each first sample: [row][column]."""
+    """Those of the first samples: [row][column]."""
     branches: Branches
     logits: list[list[Tensor]]
-    """[vocab] of each first token: [row][column]."""
+    """[vocab] of the first tokens: [row][column]."""
     shared: int
-    """Tokens that are read once for all of them."""
+    """Tokens that are read once for all prompts."""
 
 
 class PrefillRunner:
     """Reads prompts into methods of `profile`, those on one document together, and forks each for its samples.
 
-    With `reference`, a profile, every sequence brings a method object of that profile, too, which has read the same
-    prompt; where it is to be `exact`, its first token is that one's. `kept` counts what sequences have in host memory
-    of what a `library` loaded. `advance` is called as in `Engine.prefill_branches`, by default it is the observer's.
+    With the profile `reference`, every sequence also brings a method object of that profile that has read the same
+    prompt; with `exact`, its first token comes from that one's logits. `kept` counts the host memory of KV that a
+    `library` loaded and sequences use. `advance` is called as in `Engine.prefill_branches`; by default it is the
+    observer's.
     """
 
     def __init__(
@@ -80,16 +81,16 @@ class PrefillRunner:
         self.exact = exact
         self.engine, self.sampling, self.library = engine, sampling, library
         self.profiles = [profile] if reference is None else [profile, reference]
-        self.observer, self.timelines = observer, [timeline, Timeline()]  # the reference's work is not the run's
+        self.observer, self.timelines = observer, [timeline, Timeline()]  # the reference's work is not part of the run
         self.advance = advance or observer.advance
         self.started = time.perf_counter()
         self.kept = Footprint()
         self._writers: list[KVWriter] = []
 
     def prefill(self, index: int, prompts: Sequence[EncodedPrompt]) -> Iterator[tuple[RunningSequence, str]]:
-        """Read prompts together, what they begin with in common once; yield their samples, each with its first text.
+        """Read prompts together, their common beginning once; yield their samples, each with its first text.
 
-        `index` is the place of the first of them among all prompts. Those that were not encoded give nothing.
+        `index` is the place of the first of them among all prompts. Prompts that failed to encode yield nothing.
         """
         places = [index + row for row, prompt in enumerate(prompts) if prompt.error is None]
         readable = [prompt for prompt in prompts if prompt.error is None]
@@ -101,7 +102,7 @@ class PrefillRunner:
             yield from self._sequences(*self._load_or_read(places, readable, max(capacities)))
 
     def finish(self) -> list[SavedPrompt]:
-        """Wait for what is being saved; what could not be says why."""
+        """Wait until everything is saved; return an entry for each saved prompt, with its error if saving failed."""
         saved = []
         for writer in self._writers:
             error = None
@@ -117,7 +118,7 @@ class PrefillRunner:
         return saved
 
     def abandon(self) -> None:
-        """Save nothing of what has not been finished."""
+        """Discard everything whose saving is not finished."""
         for writer in self._writers:
             writer.abandon()
         self._writers = []
@@ -125,7 +126,7 @@ class PrefillRunner:
     def _load_or_read(
         self, places: Sequence[int], prompts: Sequence[EncodedPrompt], capacity: int
     ) -> tuple[_Reading, KVOrigin, float]:
-        """Read prompts with what the library has of them; without it where that turns out to be damaged."""
+        """Read prompts with the library's KV, or without it if that turns out to be damaged."""
         try:
             return self._read(places, prompts, capacity, load=True)
         except KVDamagedError as error:
@@ -136,7 +137,7 @@ class PrefillRunner:
     def _read(
         self, places: Sequence[int], prompts: Sequence[EncodedPrompt], capacity: int, load: bool
     ) -> tuple[_Reading, KVOrigin, float]:
-        """Read prompts; returns also where the first one's KV came from, and the milliseconds that all took."""
+        """Read prompts; return them with the origin of the first one's KV and the milliseconds that all took."""
         begun, ids = time.perf_counter(), [prompt.ids for prompt in prompts]
         common = in_common(prompts) if len(prompts) > 1 else 0
         reading = self._prepare(places, prompts, capacity, Branches.of(ids, common))
@@ -180,7 +181,7 @@ class PrefillRunner:
         return _Reading(places, prompts, contexts, methods, branches, [], shared)
 
     def _skip(self, reading: _Reading, found: SavedKV) -> None:
-        """Skip what was found of the prompts, but for the last queries that a method wants to see."""
+        """Skip the tokens whose KV was found, except for the last queries that a method wants to see."""
         branches, methods = reading.branches, [method for row in reading.methods for method in row]
         least = min(len(prompt.ids) for prompt in reading.prompts)
         limit = len(branches.common) if len(branches.rests) > 1 else least - 1
@@ -206,7 +207,7 @@ class PrefillRunner:
     def _sequences(
         self, reading: _Reading, origin: KVOrigin, prefill_ms: float
     ) -> Iterator[tuple[RunningSequence, str]]:
-        """Let every sample of every prompt have its first token; the first prompt has the time of all."""
+        """Give every sample of every prompt its first token; the first prompt's time covers all."""
         for row, prompt in enumerate(reading.prompts):
             served, *references = (
                 _forks(*pair) for pair in zip(reading.methods[row], reading.contexts[row], strict=True)
@@ -245,5 +246,5 @@ class PrefillRunner:
 
 
 def _forks(method: AnyMethod, contexts: Sequence[SequenceContext]) -> list[AnyMethod]:
-    """The method, which was made with the first context, and a fork for each of the others."""
+    """Return the method, which was made with the first context, and a fork for each of the others."""
     return [method, *(method.fork(context.counters, context.track) for context in contexts[1:])]

@@ -1,4 +1,4 @@
-"""Read a prompt once for all methods that read alike, with what else the model is asked for them."""
+"""Read a prompt once for all methods that read alike, with the repetitions that they need."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def read_together(
 ) -> list[list[Tensor]]:
     """Read prompts that begin alike -> logits [vocab] of each, for each of `columns`.
 
-    A column has the methods of a profile, one for each prompt; those whose prompts are read alike share the reading
-    (`MethodConfig.prefill`). What is known of the prompts was read as the first column says, whose `watchers` get the
-    first prompt's KV as well.
+    A column has the methods of a profile, one for each prompt; columns that read alike share the reading
+    (`MethodConfig.prefill`). Known KV of the prompts belongs to the first column's way of reading; its `watchers` also
+    get the first prompt's KV.
     """
     logits = dict[str, list[Tensor]]()
     for reading in dict.fromkeys(column[0].config.prefill for column in columns):
@@ -79,7 +79,7 @@ def _read_alike(
 
 
 def check_reads_exactly(name: str, config: MethodConfig) -> None:
-    """Refuse sparse prefill where it has no place.
+    """Refuse sparse prefill for readers that do not support it.
 
     Raises:
         KvcliError: it is asked for (usage).

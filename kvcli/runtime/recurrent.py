@@ -1,7 +1,7 @@
-"""Layers that keep a state: transformers' own modules compute, on states that are ours.
+"""Layers that keep a state: transformers' own modules compute, on states that kvcli holds.
 
-Inside `stateful` each such module is given a cache of its state alone (`kvcli.models.layers`), by the `States` of
-the current run: those of a batch that decodes, or those of prompts that are read.
+Within `stateful` each such module is given a cache of only its state (`kvcli.models.layers`), by the `States` of the
+current run: those of a batch that decodes, or those of prompts that are read.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ Tensors = dict[str, Tensor]
 
 
 class States(Protocol):
-    """The states that a run of the model goes on from."""
+    """The states that a run of the model continues from."""
 
     def cache(self, layer: int) -> StateCache:
-        """Give a module its state, [b, ...] each; what it leaves there is the new one."""
+        """Return a module's state, [b, ...] each; the module leaves the new state there."""
 
     def done(self, layer: int, tokens: int) -> None:
-        """Say that a module has read so many tokens."""
+        """Record that a module has read this many tokens."""
 
 
 class BatchStates(States):
-    """States of sequences that go on together: rows of one memory, in their order, at addresses that stay.
+    """States of sequences that are decoded together: rows of one memory, in order, at fixed addresses.
 
-    From then on the sequences' own are views of it. A sequence may stand there several times; what counts for it is its
-    first row.
+    From then on the sequences' own states are views of it. A sequence may occur several times; its first row counts.
     """
 
     def __init__(self, layers: Sequence[StateGeometry], rows: Sequence[RecurrentState]):
@@ -59,7 +58,7 @@ class BatchStates(States):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Inside, steps can be tried out; afterwards the states are as they were."""
+        """Restore the states after this context, so that steps can be tried out in it."""
         held = [{name: tensor.clone() for name, tensor in cache.tensors().items()} for cache in self.caches]
         yield
         for cache, tensors in zip(self.caches, held, strict=True):
@@ -69,18 +68,18 @@ class BatchStates(States):
 
 @runtime_checkable
 class StateTaker(Protocol):
-    """Who wants the states of a prompt that is read: those at its end, and after each of `state_marks` tokens."""
+    """A consumer of the states of a prompt: those at its end, and after each of `state_marks` tokens."""
 
     @property
     def state_marks(self) -> Collection[int]:
-        """After how many tokens."""
+        """Numbers of tokens after which it takes states."""
 
     def take_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take a layer's state after so many tokens; not to be kept."""
+        """Take a layer's state after `tokens`; do not keep the tensors."""
 
 
 def state_takers(consumer: Any) -> list[StateTaker]:
-    """Who of those that a prompt is handed to wants states: `consumer` itself, its `states`, or its `consumers`."""
+    """Find the takers of states in a consumer: itself, its `states`, or its `consumers`."""
     if isinstance(consumer, StateTaker):
         return [consumer]
     inner = (*getattr(consumer, "consumers", ()), *filter(None, [getattr(consumer, "states", None)]))
@@ -88,10 +87,10 @@ def state_takers(consumer: Any) -> list[StateTaker]:
 
 
 class PrefillStates(States):
-    """States while prompts that begin alike are read: each prompt goes on from that of their common part.
+    """States while prompts that begin alike are read: each prompt continues from that of their common part.
 
-    `devices` has that of each layer. A layer reads the common tokens from `skip` on, beginning with what `known` puts
-    into the state, then each prompt's own, up to the `lengths`, and hands the states over to the prompt's takers.
+    `devices` has that of each layer. A layer reads the common tokens from `skip` on, starting from the state that
+    `known` fills in, then each prompt's own, up to the `lengths`, and passes the states to the prompt's takers.
     """
 
     def __init__(
@@ -108,10 +107,10 @@ class PrefillStates(States):
         self.common, self.lengths, self.skip, self.known = common, lengths, skip, known
         self.branch, self.at = 0, 0
         self.now: StateCache | None = None  # of the layer that reads
-        self.parting: Tensors | None = None  # its state where the prompts part
+        self.parting: Tensors | None = None  # its state where the prompts diverge
 
     def cache(self, layer: int) -> StateCache:
-        """See `States.cache`; a layer begins where the one before has read all."""
+        """See `States.cache`; a layer begins when the one before has read everything."""
         if self.now is None:
             tensors = self._zeros(layer)
             if self.skip:
@@ -144,7 +143,7 @@ class PrefillStates(States):
             self.now = StateCache(self.layers[layer].number, tensors, started=self.parting is not None)
 
     def _part(self) -> None:
-        """Keep the state where further prompts go on from it."""
+        """Keep the state from which further prompts continue."""
         if self.now is not None and 0 < self.at == self.common and len(self.lengths) > 1:
             self.parting = _copied(self.now.tensors())
 
@@ -159,7 +158,7 @@ class PrefillStates(States):
 def stateful(
     modules: Sequence[nn.Module], layers: Sequence[StateGeometry], current: Callable[[], States | None]
 ) -> Iterator[None]:
-    """Inside, these modules go on from the `current` states; where there are none, they know of no tokens before."""
+    """Let these modules continue from the `current` states within this context; without states, from nothing."""
     for module, layer in zip(modules, layers, strict=True):
         module.forward = _stateful(module.forward, cache_argument(module), layer, current)
     try:

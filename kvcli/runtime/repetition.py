@@ -1,8 +1,8 @@
-"""Reading a document once more: the model is asked to repeat it, for methods that want to see what it looks at then.
+"""Read a document once more: the model is asked to repeat it, for methods that observe its attention meanwhile.
 
-A repetition is a further prompt on the document: a request, the end that the chat template puts behind a question, and
-the tokens that the model would have to write. Like questions it is read behind the common document, and nothing is kept
-of it (arXiv 2505.23416, section 3).
+A repetition is a further prompt on the document: a request, the end that the chat template puts after a question, and
+the tokens that the model would have to write. Like a question it follows the common document, and none of it is kept
+(arXiv 2505.23416, section 3).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REQUEST, REQUEST_FROM = "\n\nRepeat the previous context:", "\n\nRepeat the previous context starting with "
-LEAD = 8  # tokens before a later part, which its request says that it begins with
+LEAD = 8  # tokens before a later part, which its request quotes as the beginning
 
 
 class Repetition:
-    """Shows methods how the model repeats a part of a document of so many tokens; a consumer that takes nothing."""
+    """A consumer that takes nothing, but shows methods how the model repeats a part of a document."""
 
     query_rows = 0
 
@@ -35,7 +35,7 @@ class Repetition:
         self.part, self.document, self.methods = part, document, list[AnyMethod]()
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """Show the queries behind the document, see `PrefillConsumer.observe`."""
+        """Show the queries after the document, see `PrefillConsumer.observe`."""
         rows = min(q.shape[1], k.shape[1] - self.document)
         for method in self.methods if rows > 0 else ():
             method.observe_repeated(layer, self.part, q[:, q.shape[1] - rows :], k, softmax)
@@ -55,13 +55,13 @@ def find_documents(branches: Branches, methods: Sequence[Sequence[AnyMethod]]) -
 def with_repetitions(
     branches: Branches, methods: Sequence[Sequence[AnyMethod]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Branches, list[Repetition]]:
-    """Put before prompts what the model is to repeat for their methods, a row of these for each prompt.
+    """Add the repetitions that methods, a row of them for each prompt, need, before the prompts.
 
-    Prompts on the same document share its repetitions. Then the common part ends where the first of the documents does;
+    Prompts on the same document share its repetitions. The common part then ends where the first of the documents does;
     with nothing to repeat it stays as it is.
     """
     prompts = [[*branches.common, *rest] for rest in branches.rests]
-    found: dict[tuple[tuple[int, ...], ...], Repetition] = {}  # by document, and what is read behind it
+    found: dict[tuple[tuple[int, ...], ...], Repetition] = {}  # by document, and the tokens read after it
     for ids, row in zip(prompts, methods, strict=True):
         for method in row:
             document = method.context.document_tokens or len(ids)
@@ -82,10 +82,10 @@ def with_repetitions(
 
 
 def reach(rope: Rope, branches: Branches, capacity: int) -> None:
-    """Have rotary positions for repetitions that go beyond the room of sequences.
+    """Extend rotary positions to repetitions that exceed the room of sequences.
 
     Raises:
-        KvcliError: the model would rotate all tokens of so long a sequence by other angles (usage).
+        KvcliError: the model would rotate all tokens of such a long sequence by other angles (usage).
     """
     longest = len(branches.common) + max(map(len, branches.rests))
     if longest <= capacity:
@@ -100,7 +100,7 @@ def reach(rope: Rope, branches: Branches, capacity: int) -> None:
 def _request(
     ids: Sequence[int], part: slice, first: bool, method: AnyMethod, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """Tokens that ask for a part of the document, with what the template puts behind a question."""
+    """Return the tokens that ask for a part of the document, with the template's end of a question."""
     request = bare_tokens(REQUEST if first else REQUEST_FROM, tokenizer)
     lead = [] if first else [*ids[max(0, part.start - LEAD) : part.start], *bare_tokens(":", tokenizer)]
     document, question = method.context.document_tokens or len(ids), method.context.question

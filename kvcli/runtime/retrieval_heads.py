@@ -1,7 +1,7 @@
-"""Retrieval heads of a model, found on a text of random tokens that repeats (RazorAttention, arXiv 2407.15891, 3.2).
+"""Find a model's retrieval heads on a text of random tokens that repeats (RazorAttention, arXiv 2407.15891, 3.2).
 
-Random tokens mean nothing, so a head that attends to what stood around a token's former occurrences does so because it
-looks things up. Each KV head gets two scores, the better of each over its query heads:
+Random tokens mean nothing, so a head that attends to the surroundings of a token's former occurrences is looking
+something up. Each KV head gets two scores, the better of each over its query heads:
 
     echo       attention from a token to its former occurrences, mean over the tokens of all repetitions
     induction  attention from a token to what followed its former occurrences, likewise
@@ -58,14 +58,14 @@ class HeadScores(NamedTuple):
 
 @dataclass(frozen=True)
 class RepeatedTokens:
-    """Token ids: one to begin with, and then `period` random ones `REPEATS` times."""
+    """Token ids of the probe: a first one, and then `period` random ones `REPEATS` times."""
 
     ids: list[int]
     period: int
 
     @classmethod
     def of(cls, model: Model, period: int = PERIOD) -> RepeatedTokens:
-        """Make the probe of a model, shorter where it has no positions for more; the same one every time."""
+        """Make the probe of a model, always the same; shorter if the model has fewer positions."""
         limit = model.geometry.max_positions
         if limit is not None:
             period = max(1, min(period, (limit - 1) // REPEATS))
@@ -79,7 +79,7 @@ class RepeatedTokens:
 
 
 def head_scores(model: Model, hook: Hook, probe: RepeatedTokens) -> HeadScores:
-    """Read the probe once, with exact attention; nothing is kept but the scores."""
+    """Read the probe once, with exact attention; keep only the scores."""
     listener = _Listener(model.geometry.layers, probe.period)
     prefill(hook, probe.ids, listener, model.geometry.layers, lambda _: None)
     tokens = (REPEATS - 1) * probe.period  # that have a former occurrence
@@ -87,7 +87,7 @@ def head_scores(model: Model, hook: Hook, probe: RepeatedTokens) -> HeadScores:
 
 
 class _Listener(PrefillConsumer):
-    """Takes a prompt's keys and queries as they come, layer by layer, and sums what goes to former occurrences."""
+    """Observe a prompt's keys and queries, layer by layer, and sum the attention to former occurrences."""
 
     query_rows = 0
 

@@ -1,4 +1,4 @@
-"""What a run found out, put together with the model and the machine that it ran on."""
+"""Assemble the report of a run, with the model and the machine that it ran on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_report(
     kv: Footprint,
     saved: Sequence[report.SavedPrompt] = (),
 ) -> report.Report:
-    """Put the entries of a run's sequences together; `kv` is what their caches hold at its end."""
+    """Assemble the entries of a run's sequences; `kv` is what their caches hold at its end."""
     cuda, devices = model.device.type == "cuda", all_of(model.place)
     device_name = ", ".join(map(torch.cuda.get_device_name, devices)) if cuda else "CPU"
     return report.Report(

@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or drawn after transformers' own warpers."""
+"""Choose the next token from logits: greedily, or drawn with transformers' own warpers."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ NOT_FINITE = -1
 
 
 def all_finite(logits: Tensor) -> bool:
-    """Tell whether tokens can be chosen from logits [vocab]: no NaN, no infinity but the minus of what is excluded."""
+    """Tell whether tokens can be chosen from logits [vocab]: no NaN, no infinity except -inf for excluded tokens."""
     return bool(logits.max().isfinite())
 
 
 class TeacherForcing:
-    """Takes the place of a sampler: gives the tokens of a text in turn, and adds up how unlikely they were, in nats."""
+    """A sampler that returns the tokens of a text in turn and adds up their negative log-likelihood, in nats."""
 
     def __init__(self, tokens: Iterable[int]):
         self._tokens = iter(tokens)
         self.nll = 0.0
 
     def __call__(self, logits: Tensor) -> int:
-        """Take the text's next token, and its likelihood from logits [vocab]."""
+        """Return the text's next token, and add its negative log-likelihood by logits [vocab]."""
         token = next(self._tokens)
         self.nll -= float(logits.float().log_softmax(-1)[token])
         return token
 
 
 class Prompted:
-    """Takes the place of a sampler: gives the tokens that a sequence is to begin with, then asks the sampler."""
+    """A sampler that returns given first tokens, then asks another sampler."""
 
     def __init__(self, tokens: Iterable[int], sampler: Callable[[Tensor], int]):
         self._tokens = iter(tokens)
         self._sampler = sampler
 
     def __call__(self, logits: Tensor) -> int:
-        """Take the next of the tokens, or choose from logits [vocab]."""
+        """Return the next of the given tokens, or choose from logits [vocab]."""
         token = next(self._tokens, None)
         return self._sampler(logits) if token is None else token
 
 
 class Sampler:
-    """Draws the tokens of one sequence from a generator of its own, so that its company does not matter."""
+    """Draws the tokens of one sequence from a generator of its own, so that other sequences do not matter."""
 
     not_state: ClassVar[tuple[str, ...]] = ("warpers",)
 
@@ -74,7 +74,7 @@ class Sampler:
             self.warpers.append(MinPLogitsWarper(sampling.min_p))
 
     def ahead(self) -> Sampler:
-        """Copy it, to draw what this one will draw from the same logits."""
+        """Return a copy that draws what this one will draw from the same logits."""
         other = copy.copy(self)
         other.generator = self.generator.clone_state()
         return other

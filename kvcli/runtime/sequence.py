@@ -1,4 +1,4 @@
-"""One sequence while it runs: its tokens, its KV, its sampler, and what is known about it so far."""
+"""One running sequence: its tokens, its KV, its sampler, and its statistics so far."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from kvcli.telemetry.counters import Counters
 class RunningSequence:
     """A prompt being continued, made by `Engine.sequence`.
 
-    `index` is its place in the report. `reference` is full attention that has read the same prompt, where the sequence
-    is compared with it.
+    `index` is its place in the report. `reference` is full attention that has read the same prompt, if the sequence is
+    compared with it.
     """
 
     not_state: ClassVar[tuple[str, ...]] = ("logits",)
@@ -47,11 +47,11 @@ class RunningSequence:
     id: str | None = None
     kv: report.KVOrigin = field(default_factory=report.KVOrigin)
     drafts: report.DraftCounts | None = None
-    """Where full attention checks what the method drafts."""
+    """None unless full attention checks what the method drafts."""
     prefill: Mapping[str, Any] = field(default_factory=dict)
-    """What a prefill that was not exact left out."""
+    """Statistics of a prefill that was not exact."""
     logits: Tensor | None = None
-    """What the newest token was chosen from: [vocab]."""
+    """Logits [vocab] from which the newest token was chosen."""
 
     @property
     def running(self) -> bool:
@@ -69,10 +69,10 @@ class RunningSequence:
         return isinstance(self.sampler, Sampler) and self.sampler.greedy
 
     def accept(self, logits: Tensor, token: int | None = None) -> str:
-        """Choose the next token from logits [vocab] and see whether the sequence ends; returns the new text.
+        """Choose the next token from logits [vocab] and see whether the sequence ends; return the new text.
 
-        `token` is the choice where it was made already, `NOT_FINITE` where it could not be made. Logits of NaN or
-        infinity end the sequence with `finish_reason` "error".
+        `token` is the choice if it was made already, `NOT_FINITE` if it could not be made. Logits of NaN or infinity
+        end the sequence with `finish_reason` "error".
         """
         self.logits = logits
         if token == NOT_FINITE or (token is None and not all_finite(logits)):
@@ -90,14 +90,14 @@ class RunningSequence:
         return piece
 
     def end(self, reason: str) -> str:
-        """Finish for `reason`; returns the text that was held back."""
+        """Finish for `reason`; return the text that was held back."""
         self.finish_reason = reason
         return self.detokenizer.finish()
 
     def footprint(self) -> Footprint:
         """Count the bytes that the sequence holds in each tier.
 
-        Where drafts are checked, the method is a copy of the first one, which is gone: what it shares is its own.
+        If drafts are checked, the method is a copy of the first one, which is gone: what it shared is now its own.
         """
         held = self.method.footprint()
         if self.drafts is None:
@@ -107,7 +107,7 @@ class RunningSequence:
         return Footprint(held.device, held.host + held.shared - shared, shared) + self.reference.footprint()
 
     def settled(self) -> list[Settled]:
-        """What a step gave stays, its counts among it: blocking steps have counted all of their work."""
+        """List what no later step changes, the counts included: blocking steps have counted all of their work."""
         return [Settled(each, 0, len(each)) for each in (self.token_ids, self.decode_ms, self.counters.counts)]
 
     def report(self) -> report.Sequence:

@@ -1,7 +1,7 @@
-"""Windowed prefill: window by window through all layers, each window attending to a budget of what came before.
+"""Windowed prefill: window by window through all layers, each attending to a budget of the tokens before it.
 
-Layer-major prefill (kvcli/runtime/prefill.py) is exact and costs O(s^2) attention; here a method says what a window
-attends to, so that a prompt costs O(s), and nothing is ever as long as the prompt but the method's own store.
+Layer-major prefill (kvcli/runtime/prefill.py) is exact and costs O(s^2) attention. Here the method decides what a
+window attends to, so that a prompt costs O(s), and only the method's own store is ever as long as the prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ def windowed_prefill(
     window: int,
     start: int = 0,
 ) -> Tensor:
-    """Read a prompt of s >= 1 tokens in windows; returns the logits [vocab] of the token that follows.
+    """Read a prompt of s >= 1 tokens in windows; return the logits [vocab] of the next token.
 
-    Reads from token `start` on, a multiple of `window`; what comes before it the method has read. `advance` is called
-    with the number of tokens that a layer has just done: s - start times the number of layers in all.
-    What the method wants to see first (`Method.preview`) is read before, behind the prompt's first token: models rest
-    their attention on it, and its own query says nothing of the preview.
+    Reading begins at token `start`, a multiple of `window`; the method has read the tokens before it. `advance` is
+    called with the number of tokens that a layer has just processed: s - start times the number of layers in all. The
+    method's preview (`Method.preview`) is read first, after the prompt's first token: models rest their attention on
+    that token, and its own query says nothing of the preview.
     """
     preview = list(method.preview)[-min(window, len(ids) - 1) :] if len(ids) > 1 and start == 0 else []
     if preview:
@@ -68,13 +68,13 @@ class WindowAttention:
 
 
 class PreviewAttention:
-    """The handler of a preview: attends exactly, and shows what it attends with to the method."""
+    """The handler of a preview: attends exactly, and shows its input to the method."""
 
     def __init__(self, method: AnyMethod, layers: Sequence[LayerGeometry]):
         self.method, self.layers = method, layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with all of it: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
+        """Attend with the whole preview: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
         self.method.take_preview(layer, q[0], k[0], v[0], softmax)
         geometry = self.layers[layer]
         out = prefill_attention(q[0], k[0], v[0], softmax, geometry.window, geometry.chunked)
@@ -84,7 +84,7 @@ class PreviewAttention:
 def _read(hook: Hook, attention: WindowAttention, ids: Sequence[int], start: int, keep: int = 1) -> Tensor:
     """Run a window's tokens from position `start` on -> logits of the last `keep` of them [keep, vocab].
 
-    A method that wants them gets those of all: the model's head then runs over every token of the prompt.
+    A method that wants logits gets those of all tokens: the model's head then runs over every token of the prompt.
     """
     method = attention.method
     states = BatchStates(hook.geometry.states, [method.states])

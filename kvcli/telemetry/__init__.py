@@ -1,1 +1,1 @@
-"""What a run tells: callbacks while it goes on, counters, spans, and results as data."""
+"""Observation of a run: callbacks while it goes on, counters, spans, and results as data."""

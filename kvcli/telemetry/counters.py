@@ -32,9 +32,9 @@ class Count(IntEnum):
 
 
 class Counters:
-    """Counts by step, layer and `Count`. Prefill is no step: of it, only the bytes written out are kept, and the waits.
+    """Counts by step, layer and `Count`. Of the prefill, which is no step, only bytes written out and waits are kept.
 
-    What heads do alike or apart is summed up by KV head as well, over all steps but the first `warmup`.
+    Counts of single heads are also summed by KV head, over all steps but the first `warmup`.
     """
 
     def __init__(self, num_layers: int):
@@ -68,7 +68,7 @@ class Counters:
             self.sum_heads(layer, count, amounts)
 
     def sum_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
-        """Add `amounts` [Hk] to the sums by head alone: their steps are counted otherwise."""
+        """Add `amounts` [Hk] only to the sums by head: their steps are counted separately."""
         sums = self.heads[layer].get(count, [0] * len(amounts))
         self.heads[layer][count] = list(map(add, sums, amounts))
 
@@ -77,7 +77,7 @@ class Counters:
         self.counts[step][layer] = list(map(add, self.counts[step][layer], amounts))
 
     def correction(self) -> report.CorrectionCounts:
-        """Total what speculation did."""
+        """Total the checks and corrections of speculation."""
         counts = self._done()
         checked, corrected = counts[..., Count.HEADS_CHECKED], counts[..., Count.HEADS_CORRECTED]
         return report.CorrectionCounts(
@@ -87,7 +87,7 @@ class Counters:
         )
 
     def cache(self) -> report.Cache:
-        """Total what was asked for and moved, with the layers one by one."""
+        """Total requests and traffic, with the layers one by one."""
         counts = self._done()
         sums = counts.sum((0, 1)).tolist()
         total = _named(report.Cache, sums)
@@ -112,7 +112,7 @@ class Counters:
         )
 
     def by_head(self, layer: int) -> report.HeadCounts | None:
-        """What each KV head of a layer asked for, missed and corrected; None where no pages were asked for."""
+        """Return the requests, misses and corrections of each KV head of a layer; None if no pages were requested."""
         sums = self.heads[layer]
         if not any(sums.get(Count.PAGES_REQUESTED, ())):
             return None
@@ -120,7 +120,7 @@ class Counters:
         return report.HeadCounts(**_named(report.HeadCounts, [sums.get(count, none) for count in Count]))
 
     def steps(self, times_ms: list[float]) -> list[report.Step]:
-        """Put the counts of each step beside its time."""
+        """Combine the counts of each step with its time."""
         rows = self._done().sum(1).tolist()  # [steps][Count]
         return [
             report.Step(step=index, ms=ms, **_named(report.Step, row))
@@ -128,10 +128,10 @@ class Counters:
         ]
 
     def _done(self) -> Tensor:
-        """Everything counted: [steps, layers, Count]."""
+        """Return everything counted: [steps, layers, Count]."""
         return torch.tensor(self.counts, dtype=torch.int64).view(-1, self.num_layers, len(Count))
 
 
 def _named(entry: type[Any], counts: Sequence[T]) -> dict[str, T]:
-    """Those of `counts`, in the order of `Count`, for which an entry of a report has a field, by its name."""
+    """Return those of `counts`, in the order of `Count`, that a report's entry has a field for, by its name."""
     return {count.name.lower(): counts[count] for count in Count if count.name.lower() in entry.__dataclass_fields__}

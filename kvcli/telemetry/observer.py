@@ -1,4 +1,4 @@
-"""What a run tells while it goes on, and how far a batch has come. The console shows both."""
+"""Callbacks of a run, and the progress of a batch. The console shows both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Observer:
         """Take a warning or note that the user should read, one line."""
 
     def failure(self, message: str) -> None:
-        """Take what was asked for and is not done, though the run goes on, one line; it is no note to be left out."""
+        """Take a message that a request was not fulfilled, though the run goes on, one line; never to be left out."""
         self.notice(message)
 
     def step(self, done: int, total: int) -> None:
@@ -44,7 +44,7 @@ class Progress(BaseModel):
 
     Rows: `total` of the batch or its shard, `earlier` in the file already (`earlier_failed` of them failed), `done` and
     `failed` by this run (a failed one is not done), `in_flight`. Seconds: since the run began, and those of prefill and
-    decode steps within; `left` is estimated, None before there is something to go by.
+    decode steps within; `left_seconds` is estimated, None before there is a basis for that.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -1,7 +1,7 @@
-"""Results as data: what a generation was, took and moved, and its JSON form.
+"""Results as data: the outcome, times and traffic of a generation, and its JSON form.
 
-The names are a contract with readers of `--json`: add to them, never rename. Times are milliseconds on the host
-clock, sizes are bytes, counts are exact. Rates are not stored: a reader divides a count by the count beside it.
+The names are a contract with readers of `--json`: add to them, never rename. Times are milliseconds on the host clock,
+sizes are bytes, counts are exact. Rates are not stored: a reader divides a count by the count next to it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Timing:
 
     @classmethod
     def of(cls, prefill_ms: float, ttft_ms: float, decode_ms: list[float], compile_ms: float = 0.0) -> Timing:
-        """Summarise step times; percentiles are None where there is no decode step."""
+        """Summarise step times; percentiles are None without a decode step."""
         total = sum(decode_ms)
         rate = 1000 * len(decode_ms) / total if total else None
         p50, p90, p99 = (percentile(decode_ms, q) for q in (50, 90, 99))
@@ -54,7 +54,7 @@ class CorrectionCounts:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The same counts of a layer's KV heads, one after another: [Hk] each."""
+    """Counts for each KV head of a layer: [Hk] each."""
 
     pages_requested: list[int]
     misses: list[int]
@@ -64,7 +64,7 @@ class HeadCounts:
 
 @dataclass(frozen=True)
 class LayerCacheCounts:
-    """What one layer asked for and moved over the whole decode; `by_head` is None where it asked for nothing."""
+    """Requests and traffic of one layer over the whole decode; `by_head` is None if it requested nothing."""
 
     layer: int
     pages_requested: int
@@ -81,14 +81,14 @@ class LayerCacheCounts:
 
 @dataclass(frozen=True)
 class Cache:
-    """Hits and misses of the selected pages (one page of one KV head counts one), and what crossed the bus.
+    """Hits and misses of the selected pages (one page of one KV head counts one), and bus traffic.
 
-    `bytes_exposed` is the part of `bytes_to_device` that attention waited for, the rest came after it, for later steps.
+    `bytes_exposed` is the part of `bytes_to_device` that attention waited for; the rest came after it, for later steps.
     `bytes_to_host` is all that was written out, `prefill_bytes_to_host` the prompt's part of it.
 
-    With a disk below host memory, of what was fetched `host_hits` pages were in host memory and `disk_reads` were not
-    (tokens, where layers are brought whole). `bytes_from_disk` were read, `bytes_to_disk` written, and the run did
-    nothing else for `disk_wait_ms` of its steps and `prefill_disk_wait_ms` of its prefill.
+    With a disk below host memory, `host_hits` of the fetched pages were in host memory and `disk_reads` were not
+    (tokens, for layers that are fetched whole). `bytes_from_disk` were read, `bytes_to_disk` written. The run did
+    nothing but wait for the disk for `disk_wait_ms` of its steps and `prefill_disk_wait_ms` of its prefill.
     """
 
     pages_requested: int = 0
@@ -127,7 +127,7 @@ class Step:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """How full attention agreed with what a method drafted: its passes, the tokens drafted and those accepted.
+    """How full attention agreed with a method's drafts: its passes, the tokens drafted and those accepted.
 
     A pass gives one token more than it accepts.
     """
@@ -139,11 +139,11 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class KVOrigin:
-    """Where the KV of a prompt's tokens came from; the three counts of tokens add up to the prompt.
+    """The origin of the KV of a prompt's tokens; the three counts of tokens add up to the prompt.
 
-    `read_tokens` went through the model for this sequence. `shared_tokens` are those of a sequence before it on the
-    same document, and `shared_bytes` is what both have in host memory once. `disk_tokens` were saved before:
-    `disk_bytes` were read for them, and took `disk_ms`.
+    `read_tokens` went through the model for this sequence. `shared_tokens` belong to an earlier sequence on the same
+    document, and both share `shared_bytes` of host memory. `disk_tokens` were saved before: `disk_bytes` were read for
+    them in `disk_ms`.
     """
 
     read_tokens: int = 0
@@ -158,12 +158,12 @@ class KVOrigin:
 class Sequence:
     """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why).
 
-    `question` is the prompt's question and `id` its name, where it has them; `kv` says where the prompt's KV came from.
-    `budget` are the method's tokens, which a share of the prompt was resolved to; None where it has no such setting.
-    Questions on one document are read together: the first one's `prefill_ms` is the time of all, that of the others 0.
+    `question` is the prompt's question and `id` its name, if any; `kv` is the origin of the prompt's KV. `budget` is
+    the method's budget in tokens, resolved if it was a share of the prompt; None if it has no such setting. Questions
+    on one document are read together: the first one's `prefill_ms` covers all, that of the others is 0.
 
-    `method` holds what only the method knows, see `Method.statistics`; `fidelity` how close an audited run came to full
-    attention, see `kvcli.quality.fidelity`. `drafts` counts what full attention checked, None where it did not.
+    `method` holds what only the method knows, see `Method.statistics`; `fidelity` says how close an audited run came to
+    full attention, see `kvcli.quality.fidelity`. `drafts` counts what full attention checked, None if it did not.
     """
 
     source: str
@@ -189,10 +189,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class SavedPrompt:
-    """A prompt's KV that the run saved: where, tokens and bytes of it, and the time that writing took beside the run.
+    """A prompt's KV that the run saved: its path, tokens and bytes, and the time of writing, in parallel with the run.
 
-    `cached` tells a store's from a directory that was named. `error` says why it could not be saved, then `path` is
-    None.
+    `cached` is true in a store, false in a directory that was named. `error` says why saving failed; `path` is None
+    then.
     """
 
     source: str
@@ -206,11 +206,11 @@ class SavedPrompt:
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the bytes were. On a CPU both tiers are host memory and nothing is pinned.
+    """Bytes by tier. On a CPU both tiers are host memory and nothing is pinned.
 
-    `device_kv_bytes` is what the method keeps on the device for all sequences at the end of the run,
-    `host_kv_bytes` what lies in the host tier; what several sequences share there counts once. `disk_kv_bytes` lies in
-    files, which host memory caches.
+    `device_kv_bytes` is what the method keeps on the device for all sequences at the end of the run, `host_kv_bytes`
+    what lies in the host tier, where memory shared by sequences counts once. `disk_kv_bytes` lies in files, which host
+    memory caches.
     """
 
     device_peak_bytes: int | None = None
@@ -223,7 +223,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a run of `kvcli generate` found out."""
+    """The results of a run of `kvcli generate`."""
 
     environment: dict[str, Any]
     model: dict[str, Any]
@@ -234,7 +234,7 @@ class Report:
     saved: list[SavedPrompt] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain data; keys in declaration order, `schema_version` first."""
+        """Return plain data; keys in declaration order, `schema_version` first."""
         body = asdict(self)
         return {"schema_version": body.pop("schema_version"), **body}
 
@@ -244,14 +244,14 @@ class Report:
 
 
 def percentile(values: list[float], q: float) -> float | None:
-    """Percentile `q` in [0, 100] with linear interpolation between ranks; None for no values."""
+    """Return percentile `q` in [0, 100] with linear interpolation between ranks; None for no values."""
     import numpy as np
 
     return float(np.percentile(values, q)) if values else None
 
 
 def environment() -> dict[str, Any]:
-    """Name the versions and the machine a result depends on."""
+    """Return the versions and the machine that a result depends on."""
 
     def installed(package: str) -> str | None:
         try:
@@ -268,7 +268,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU as the system calls it."""
+    """Return the CPU's name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Spans on the host clock, and the Chrome trace they make (opens in Perfetto)."""
+"""Spans on the host clock, and their Chrome trace (opens in Perfetto)."""
 
 import json
 import threading
@@ -15,9 +15,9 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class Span:
-    """What ran from `start` to `end`, in microseconds since the timeline began; `lane` is the thread it ran on.
+    """Work from `start` to `end`, in microseconds since the timeline began; `lane` is the thread it ran on.
 
-    Spans of one lane lie within or beside each other; those of several overlap.
+    Spans of one lane are nested or disjoint; those of several overlap.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """All that ended so far, in the order in which they ended."""
+        """Spans that have ended, in the order in which they ended."""
         return self._spans
 
     def span(self, name: str, track: str = "run", **details: Any) -> AbstractContextManager[None]:
@@ -49,7 +49,7 @@ class Timeline:
         return self._timed(name, track, details) if self.enabled else _NOTHING
 
     def add(self, name: str, track: str, begun: int, ended: int, **details: Any) -> None:
-        """Note what ran between two times of the clock in nanoseconds (`time.perf_counter_ns`)."""
+        """Record work between two times of the clock in nanoseconds (`time.perf_counter_ns`)."""
         if self.enabled:
             start, end = ((each - self._origin) / 1000 for each in (begun, ended))
             self._spans.append(Span(name, track, start, end, threading.get_ident(), details))
@@ -71,7 +71,7 @@ class Timeline:
 
 
 def chrome_trace(groups: Mapping[str, Sequence[Span]]) -> str:
-    """Spans in the Chrome trace event format: a process for each group, a named line for each track and lane of it."""
+    """Format spans as a Chrome trace: a process for each group, a named line for each track and lane of it."""
     events: list[dict[str, Any]] = []
     for pid, (group, spans) in enumerate(groups.items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": group}})

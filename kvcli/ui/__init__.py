@@ -1,1 +1,1 @@
-"""What a person sees: the console, words and tables, HTML pages."""
+"""Presentation to people: the console, words and tables, HTML pages."""

@@ -1,6 +1,6 @@
-"""Everything shown to a person: progress, statistics, timelines, lists, errors. The only importer of rich.
+"""Show everything to a person: progress, statistics, timelines, lists, errors. The only importer of rich.
 
-What it says is worded in `summary`; here it is laid out, with colours only where there is a terminal.
+`summary` words the content; this module lays it out, with colours only on a terminal.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from kvcli.ui.escape import Styled, one_line, visible
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _FILE_WIDTH, _UNLIMITED = 100, 10_000  # columns
 _STATES = {"ok": "green", "note": "yellow", "broken": "bold red"}
-# Red, yellow and green in terminals of 16 colours as well.
+# Red, yellow and green, even in terminals of 16 colours.
 _LOW, _MIDDLE, _HIGH = (215, 90, 80), (235, 200, 90), (80, 200, 80)
 _TIMELINE_LINES = 40
 _BAR, _BATCH_BAR = 24, 16  # characters
-_TOLD_FROM = 1 / 16  # of the work, before which the time left is not told
+_TOLD_FROM = 1 / 16  # of the work, before which the time left is not shown
 
 
 class EscapingConsole(Console):
-    """A console that shows control characters in its texts as escapes where it is a terminal."""
+    """A console that escapes control characters in its texts on a terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as rich does; its own control codes are segments apart and pass."""
+        """Render as rich does; its own control codes are separate segments and pass."""
         for segment in super().render(renderable, options):
             yield Segment(visible(segment.text), segment.style) if self._escapes(segment) else segment
 
@@ -58,12 +58,12 @@ class EscapingConsole(Console):
 
 
 def stderr_console() -> Console:
-    """The console for notes, errors and progress: stderr, with colours only on a terminal and without NO_COLOR."""
+    """Make the console for notes, errors and progress: stderr, with colours only on a terminal and without NO_COLOR."""
     return EscapingConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def rendered(content: RenderableType, to_file: bool, width: int | None = None) -> str:
-    """Text of a command's result: for a file without colours, else with those of the terminal that stdout is.
+    """Render a command's result: for a file without colours, else with those of the terminal that stdout is.
 
     `width` is in columns; None takes the terminal's.
     """
@@ -81,7 +81,7 @@ def rendered(content: RenderableType, to_file: bool, width: int | None = None) -
 
 
 def print_error(error: KvcliError) -> None:
-    """Two lines on stderr at most: what is wrong, and the way out."""
+    """Print at most two lines on stderr: the problem, and the way out."""
     console = stderr_console()
     console.print(Text.assemble(("kvcli: error: ", "bold red"), one_line(error.what)), soft_wrap=True)
     if error.hint:
@@ -89,13 +89,13 @@ def print_error(error: KvcliError) -> None:
 
 
 def print_note(message: str, console: Console | None = None) -> None:
-    """One line on stderr that is no error."""
+    """Print one line on stderr that is not an error."""
     note = Text.assemble(("kvcli: ", "dim"), one_line(message))
     (console or stderr_console()).print(note, soft_wrap=True)
 
 
 def grid_of(*columns: tuple[str, bool]) -> Table:
-    """A table without head and frame; its columns by style, and whether they must not wrap."""
+    """Make a table without head and frame; columns are given by style, and whether they must not wrap."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for style, no_wrap in columns:
         table.add_column(style=style, no_wrap=no_wrap)
@@ -103,12 +103,12 @@ def grid_of(*columns: tuple[str, bool]) -> Table:
 
 
 def plain_table() -> Table:
-    """A table with a head and no frame."""
+    """Make a table with a head and no frame."""
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
 
 
 def bar_of(share: float, width: int, console: Console) -> str:
-    """A bar of a share 0..1 in at most `width` characters that the terminal can show."""
+    """Draw a bar of a share 0..1 in at most `width` characters that the terminal can show."""
     if console.options.ascii_only:
         return "#" * round(share * width)
     eighths = round(share * width * 8)
@@ -116,7 +116,7 @@ def bar_of(share: float, width: int, console: Console) -> str:
 
 
 def pairs_of(rows: Iterable[tuple[str, str]]) -> RenderableType:
-    """Labels with their values."""
+    """Lay out labels with their values."""
     table = grid_of(("dim", True), ("", False))
     for label, value in rows:
         table.add_row(label, Text(value))
@@ -124,7 +124,7 @@ def pairs_of(rows: Iterable[tuple[str, str]]) -> RenderableType:
 
 
 def table_of(content: summary.Table) -> Table:
-    """A table with a head; all but its first column are numbers."""
+    """Make a table with a head; all but its first column are numbers."""
     table = plain_table()
     for i, column in enumerate(content.columns):
         if i:
@@ -137,16 +137,16 @@ def table_of(content: summary.Table) -> Table:
 
 
 def render(content: RenderableType, to_file: bool = False) -> str:
-    """Text of a list for stdout: coloured and as wide as the terminal, plain and 100 columns wide for a file."""
+    """Render a list for stdout: coloured and as wide as the terminal, plain and 100 columns wide for a file."""
     return rendered(content, to_file, _FILE_WIDTH if to_file else None)
 
 
 def render_tables(
     titled: Iterable[tuple[str, summary.Table]], to_file: bool = False, notes: Iterable[tuple[str, str]] = ()
 ) -> str:
-    """Text of tables for stdout, each under its title; what is too wide for the terminal goes on below.
+    """Render tables for stdout, each under its title; columns too wide for the terminal continue below.
 
-    `notes` stand at the end, each after what it is about.
+    `notes` come at the end, each after its label.
     """
     console = Console()
     width = console.width if console.is_terminal and not to_file else _UNLIMITED
@@ -159,7 +159,7 @@ def render_tables(
 
 
 def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:
-    """Name, state, what was found and what to do, of one check after another."""
+    """List the name, state, finding and remedy of one check after another."""
     table = grid_of(("", True), ("cyan", True), ("", False))
     for name, state, found, fix in rows:
         style = _STATES.get(state, "")
@@ -170,7 +170,7 @@ def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:
 
 
 def method_list(cards: Mapping[str, Card], profiles: Mapping[str, Sequence[str]]) -> RenderableType:
-    """What every method can do, with what its steps attend to below it, and profiles where there are several."""
+    """List what every method can do, with what its steps attend to below it, and profiles if there are several."""
     widths = (12, 5, 8, 7, 10, 23)
     heads = (
         ("", "long", "", "group-", "GPU", "", ""),
@@ -188,12 +188,12 @@ def method_list(cards: Mapping[str, Card], profiles: Mapping[str, Sequence[str]]
 
 
 def _laid_out(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells side by side, all but the last as wide as `widths` says."""
+    """Join cells, all but the last as wide as `widths` says."""
     return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)) + cells[-1]
 
 
 def method_page(entry: dict[str, Any]) -> RenderableType:
-    """One method: title, paper, settings with default, unit and bounds, ablations and profiles with what they set."""
+    """Lay out one method: title, paper, settings with default, unit and bounds, ablations, profiles."""
     settings = plain_table()
     settings.add_column("setting", no_wrap=True, style="cyan")
     settings.add_column("default", no_wrap=True)
@@ -233,7 +233,7 @@ def _values(setting: dict[str, Any]) -> str:
 
 
 def render_heat_maps(maps: Iterable[summary.HeatMap], to_file: bool = False) -> str:
-    """Text of heat maps for stdout: numbers, on colours from red over yellow to green where there are colours."""
+    """Render heat maps for stdout: numbers, on colours from red over yellow to green if there are colours."""
     return rendered(Group(*(part for heat_map in maps for part in (Text(), _drawn(heat_map)))), to_file)
 
 
@@ -256,7 +256,7 @@ def _cell(value: float | None) -> Text:
 
 
 def print_statistics(report: Report, titles: Sequence[str], verbose: bool, console: Console | None = None) -> None:
-    """What the run took, corrected and moved; one block for one sequence, one row each for several."""
+    """Print the times, corrections and traffic of a run; one block for one sequence, one row each for several."""
     console = console or stderr_console()
     console.print()
     console.print(Text(summary.heading(report), style="bold"))
@@ -281,7 +281,7 @@ def print_statistics(report: Report, titles: Sequence[str], verbose: bool, conso
 
 
 def print_timeline(report: Report, titles: Sequence[str], console: Console | None = None) -> None:
-    """Time, corrected heads, misses and bytes of every step, or of ranges of steps in a long run."""
+    """Print time, corrected heads, misses and bytes of every step, or of ranges of steps in a long run."""
     console = console or stderr_console()
     most = max(4, _TIMELINE_LINES // max(1, len(report.sequences)) - 3)
     for name, sequence in zip(titles, report.sequences, strict=True):
@@ -324,8 +324,8 @@ def _timeline_style(column: str, row: summary.TimelineRow) -> str:
 class _TimeLeft(ProgressColumn):
     """The time left by the mean speed since the stage began.
 
-    A prompt is read layer by layer, and within a layer ever slower: the speed of the last moments tells nothing of the
-    layers to come. So does that of the first layer, which is why there is no figure before a part of the work is done.
+    A prompt is read layer by layer, and within a layer ever slower, so the recent speed says nothing about the layers
+    to come. Neither does the speed of the first layer, so there is no figure before a part of the work is done.
     """
 
     def render(self, task: Task) -> Text:
@@ -337,12 +337,12 @@ class _TimeLeft(ProgressColumn):
 
 
 def _bars(console: Console, *columns: ProgressColumn) -> Bars:
-    """Bars that leave nothing behind, and stdout to whom it belongs."""
+    """Make bars that leave nothing behind, and do not redirect stdout."""
     return Bars(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 class TextSink(Protocol):
-    """Where the pieces of text go."""
+    """The receiver of pieces of text."""
 
     def text(self, sequence: int, piece: str) -> None:
         """Take a piece of text of `sequence`."""
@@ -354,8 +354,8 @@ class TextSink(Protocol):
 class RunConsole(Observer):
     """Shows a run while it goes on: progress bars on a terminal, notices on stderr, text wherever `sink` puts it.
 
-    With `text_on_screen` the growing text is the progress and no bar runs beside it. Of several prompts the first
-    tokens wait until all are read: the bar of the next prompt would take the line away that they stand on.
+    With `text_on_screen` the growing text shows the progress, without a bar. The first tokens of several prompts wait
+    until all are read: the bar of the next prompt would remove their line.
     """
 
     def __init__(
@@ -375,11 +375,11 @@ class RunConsole(Observer):
 
     @property
     def console(self) -> Console:
-        """Where it is shown: what is shown beside it has to go there, too."""
+        """The console, for other output that must not disturb this one."""
         return self._console
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """Show a bar, or a spinner where the end is not known."""
+        """Show a bar, or a spinner if the end is not known."""
         self.stage_done()
         if self._quiet or not self._console.is_terminal:
             return
@@ -396,7 +396,7 @@ class RunConsole(Observer):
             self._progress.advance(self._progress.task_ids[0], amount)
 
     def stage_done(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         progress, self._progress = self._progress, None
         if progress is not None:
             # Ctrl-C within rich's own start or stop leaves it half set up; the cursor has to come back all the same.
@@ -405,7 +405,7 @@ class RunConsole(Observer):
             self._console.show_cursor(True)
 
     def text(self, sequence: int, piece: str) -> None:
-        """Hand the piece on; a bar must not share the screen with it."""
+        """Pass the piece on; a bar must not share the screen with it."""
         if self._waiting is not None:
             self._waiting.append((sequence, piece))
             return
@@ -415,7 +415,7 @@ class RunConsole(Observer):
             self._sink.text(sequence, piece)
 
     def finished(self, sequence: int) -> None:
-        """Hand on that the sequence is complete."""
+        """Pass on that the sequence is complete."""
         if self._waiting is not None:
             self._waiting.append((sequence, None))
             return
@@ -423,7 +423,7 @@ class RunConsole(Observer):
             self._sink.finished(sequence)
 
     def release(self) -> None:
-        """Hand on what waits: all prompts are read, or the run is over."""
+        """Pass on what waits: all prompts are read, or the run is over."""
         waiting, self._waiting = self._waiting, None
         for sequence, piece in waiting or ():
             if piece is None:
@@ -437,13 +437,13 @@ class RunConsole(Observer):
             print_note(message, self._console)
 
     def failure(self, message: str) -> None:
-        """Show it as a note, in a quiet run as well, and not at the end of a line of text that still grows."""
+        """Show it as a note, even in a quiet run, and not at the end of a line of text that still grows."""
         if self._text_on_screen:
             self._console.print()
         print_note(message, self._console)
 
     def step(self, done: int, total: int) -> None:
-        """Show the decode steps as a bar where no text shows them."""
+        """Show the decode steps as a bar if no text shows them."""
         if done > 1:
             self.release()
         if self._text_on_screen or self._quiet or not self._console.is_terminal:
@@ -463,7 +463,7 @@ class BatchDisplay:
         self._bars: Bars | None = None
 
     def show(self, found: Progress) -> None:
-        """Show the batch as it is."""
+        """Show the current state of the batch."""
         if self._quiet:
             return
         if self._bars is None:
@@ -474,20 +474,20 @@ class BatchDisplay:
         self._bars.update(self._bars.task_ids[0], completed=found.ended, description=_line(found))
 
     def end(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._bars is not None:
             self._bars.stop()
             self._console.show_cursor(True)
 
 
 def print_batch_summary(found: Progress) -> None:
-    """Say on stderr what a batch has come to."""
+    """Print the outcome of a batch on stderr."""
     console = stderr_console()
     console.print(pairs_of(summary.progress_rows(found)))
 
 
 def render_batch(found: Progress) -> str:
-    """Say on stdout what a batch has come to."""
+    """Format the outcome of a batch for stdout."""
     return "".join(f"{label:<10} {value}\n" for label, value in summary.progress_rows(found))
 
 

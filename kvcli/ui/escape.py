@@ -1,22 +1,22 @@
-"""What a terminal must not see: control characters in texts that others wrote, shown as escapes instead."""
+"""Escape control characters in texts from elsewhere, which a terminal must not see."""
 
-# C0 without newline and tab, DEL, C1. rich leaves ESC and C1 as they are. The longer form is the one that JSON knows:
-# JSON has escaped the first 32 characters itself and holds the others as they are.
+# C0 without newline and tab, DEL, C1. rich leaves ESC and C1 as they are. The longer form is valid in JSON, which
+# escapes the first 32 characters itself and leaves the others as they are.
 _ESCAPES = {code: f"\\x{code:02x}" for code in range(32) if chr(code) not in "\n\t"}
 _ESCAPES |= {code: f"\\u{code:04x}" for code in range(127, 160)}
 
 
 class Styled(str):
-    """A text for a terminal: what others wrote in it is escaped, and what control characters it has are its colours."""
+    """A text for a terminal whose foreign parts are escaped already; its control characters are its colours."""
 
     def __add__(self, other: str) -> str:
-        """Put two together; they stay one such text if both are."""
+        """Join two texts; the result is such a text if both are."""
         text = super().__add__(other)
         return Styled(text) if isinstance(other, Styled) else text
 
 
 def visible(text: str) -> str:
-    """Escape the control characters of a text but newline and tab: model output, names and errors may hold any."""
+    """Escape the control characters of a text except newline and tab: model output, names and errors may hold any."""
     return text if isinstance(text, Styled) else text.translate(_ESCAPES)
 
 

@@ -1,6 +1,6 @@
 """Reports as one self-contained HTML page: text, tables and charts, without a network.
 
-    check_installed()                            # first thing: refuses where the extra is missing
+    check_installed()                            # first thing: refuses if the extra is missing
     page = Page("kvcli profile", "llama-3.1-8b, dummy weights")
     page.section("Step time", "Median of five runs each.")
     page.chart(alt.Chart(alt.Data(values=rows)).mark_bar().encode(...), "What the picture shows, in a sentence.")
@@ -8,9 +8,9 @@
     page.facts([("device", "CPU"), ("threads", "2")])
     write_file(path, page.render())
 
-Charts are Altair's, single or layered views (a concatenation cannot take the width of the window); leave width, fonts
-and axis colours to the page, and take colours from `colour` or `PALETTE`, so that they follow light and dark. What a
-chart shows should stand in a table, too: not everybody sees it.
+Charts are Altair's, single or layered views (a concatenation cannot take the width of the window). Leave width, fonts
+and axis colours to the page, and take colours from `colour` or `PALETTE`, so that they follow light and dark. Add a
+table of the same figures to a chart: not everybody sees it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # The colours are variables of page.css: the browser fills them in, for light or for dark.
 PALETTE = tuple(f"var(--c{index})" for index in range(10))
-"""Colours for categories, told apart with colour-blind eyes as well, in the order of use."""
+"""Colours for categories, in the order of use, which colour-blind people can tell apart."""
 
-_ROW, _LEAST_ROW, _HEIGHT = 26, 8, 400  # pixels of a heat map's row, and of a whole map at the most where rows give
+_ROW, _LEAST_ROW, _HEIGHT = 26, 8, 400  # pixels of a heat map's row, and the most of a whole map if rows can shrink
 _FONT = "system-ui, sans-serif"
 _CONFIG: dict[str, Any] = {
     "background": "transparent",
@@ -77,7 +77,7 @@ document.querySelectorAll("script[type='application/vega-lite+json']").forEach((
 
 
 def colour(index: int) -> str:
-    """The colour of category `index`; they come again after the last one."""
+    """Return the colour of category `index`; colours repeat after the last one."""
     return PALETTE[index % len(PALETTE)]
 
 
@@ -101,8 +101,8 @@ def coloured(field: str, domain: Sequence[str] | None = None, **options: Any) ->
 def heat_map(found: HeatMap, value: str, text: str, numbers: bool = False) -> Chart | LayerChart:
     """Draw a square for each number of a map, the stronger the closer it is to the most; pointing at it shows it.
 
-    A number is a `value` in the form `text`. With `numbers` it stands in its square, else a legend says what is strong.
-    One colour that the page shines through suits light and dark, and numbers stay readable on it.
+    A number is a `value` in the form `text`. With `numbers` it is written in its square, otherwise a legend explains
+    the strength. One translucent colour suits light and dark, and numbers stay readable on it.
     """
     import altair as alt
 
@@ -144,7 +144,7 @@ def check_installed() -> None:
 
 
 class Page:
-    """A page that grows from top to bottom; `render` gives the whole file."""
+    """A page that grows from top to bottom; `render` returns the whole file."""
 
     def __init__(self, title: str, subtitle: str = ""):
         self.title = title
@@ -162,11 +162,11 @@ class Page:
         self._parts.append(f"<p>{escape(text)}</p>")
 
     def chart(self, chart: Chart | LayerChart | FacetChart, caption: str) -> None:
-        """Add a chart as wide as the page; `caption` says what it shows, to those who do not see it as well."""
+        """Add a chart as wide as the page; `caption` describes it, also for those who do not see it."""
         self._parts.append(self._figure(chart, caption))
 
     def charts(self, charts: Iterable[tuple[Chart | LayerChart | FacetChart, str]]) -> None:
-        """Add small charts with their captions side by side, as many in a row as the window has room for."""
+        """Add small charts with their captions in rows, as many in a row as the window has room for."""
         figures = "".join(self._figure(chart, caption) for chart, caption in charts)
         self._parts.append(f'<div class="multiples">{figures}</div>')
 
@@ -194,19 +194,19 @@ class Page:
         )
 
     def tables(self, titled: Iterable[tuple[str, Table]], width: int | None = None) -> None:
-        """Add tables under their titles; what is wider than `width` characters goes on below."""
+        """Add tables under their titles; columns beyond `width` characters continue below."""
         for title, table in titled:
             for number, part in enumerate([table] if width is None else folded(table, width)):
                 self.table(part, f"{title}, continued" if number else title)
 
     def facts(self, rows: Iterable[tuple[str, object]]) -> None:
-        """Add labels with their values: texts, numbers, lists and mappings of them; what has no value is left out."""
+        """Add labels with their values: texts, numbers, lists and mappings of them; empty values are left out."""
         told = [(label, _told(value)) for label, value in rows]
         pairs = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in told if value)
         self._parts.append(f"<dl>{pairs}</dl>")
 
     def render(self) -> str:
-        """The file: style, text, charts and what draws them."""
+        """Return the file: style, text, charts and the script that draws them."""
         style = (files("kvcli.ui") / "page.css").read_text()
         script = f"<script>{_bundle()}</script>" if self._charts else ""
         return (
@@ -234,7 +234,7 @@ def _told(value: object) -> str:
 
 @cache
 def _bundle() -> str:
-    """The drawing library with our few lines as one script, from the package: nothing is fetched."""
+    """Bundle the drawing library with our few lines as one script, from the package: nothing is fetched."""
     import vl_convert
 
     return vl_convert.javascript_bundle(_DRAW).replace("</script", "<\\/script")

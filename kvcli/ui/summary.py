@@ -1,4 +1,4 @@
-"""What reports say, in words and numbers a person reads; the console and the HTML page lay it out."""
+"""Reports in words and numbers for a person; the console and the HTML page lay them out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GAP = 2  # between columns
 
 @dataclass(frozen=True)
 class Table:
-    """A small table: heads of the columns and its rows; all but the first column are numbers."""
+    """A small table: column heads and rows; all but the first column are numbers."""
 
     columns: tuple[str, ...]
     rows: Many[tuple[str, ...]]
@@ -30,9 +30,9 @@ class Table:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A number for every row and column, None where there is none; `down` and `across` say what those are.
+    """A number for every row and column, or None; `down` and `across` say what those are.
 
-    The numbers are of 0 to `most`. `notes`, where there are any, are said of single ones in an HTML page.
+    The numbers range from 0 to `most`. `notes`, if any, explain single numbers in an HTML page.
     """
 
     title: str
@@ -47,13 +47,13 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class TimelineRow(Step):
-    """The decode steps from `step` to `last`: the sums of their counts, and in `ms` the mean time of one."""
+    """The decode steps from `step` to `last`: the sums of their counts, and the mean step time in `ms`."""
 
     last: int = 0
 
 
 def duration(ms: float | None) -> str:
-    """Three significant digits: "812 us", "23.1 ms", "1.24 s", "3 min 20 s", "22 h 5 min"."""
+    """Format a time with three significant digits: "812 us", "23.1 ms", "1.24 s", "3 min 20 s", "22 h 5 min"."""
     if ms is None:
         return "-"
     if ms < 1:
@@ -69,39 +69,39 @@ def duration(ms: float | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and what it counts: "1 run", "5 runs"."""
+    """Format a number with its noun: "1 run", "5 runs"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def rate(part: int, whole: int) -> str:
-    """A count, its denominator and the share: "12 / 340 (3.5 %)"; the share is left out where there is no whole."""
+    """Format a count, its total and the share: "12 / 340 (3.5 %)"; a total of 0 has no share."""
     return f"{part:,} / {whole:,}" + (f" ({100 * part / whole:.1f} %)" if whole else "")
 
 
 def percent(share: float | None) -> str:
-    """A share in per cent: "3.5 %", "-" for None."""
+    """Format a share in per cent: "3.5 %", "-" for None."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def size_text(count: float | None) -> str:
-    """A number of bytes: "1.5 MiB", "-" for None."""
+    """Format a number of bytes: "1.5 MiB", "-" for None."""
     return "-" if count is None else format_bytes(count)
 
 
 def per_second(tokens: int, ms: float) -> str:
-    """Throughput: "3,154 tokens/s", "-" where no time passed."""
+    """Format a throughput: "3,154 tokens/s", "-" if no time passed."""
     return _speed(1000 * tokens / ms if ms else None)
 
 
 def without_empty_columns(table: Table) -> Table:
-    """Leave out the columns in which no row has anything to say."""
+    """Drop the columns that are empty or zero in every row."""
     nothing = {"", "-", "0", "0 / 0", "0 B"}
     keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
     return table.only(keep)
 
 
 def folded(table: Table, width: int) -> list[Table]:
-    """Split a table that is wider than `width` characters by its columns; every part begins with the first column."""
+    """Split a table wider than `width` characters by its columns; every part begins with the first column."""
     widths = [max(map(len, cells)) + _GAP for cells in zip(table.columns, *table.rows, strict=True)]
     parts: list[list[int]] = [[0]]
     for column in range(1, len(widths)):
@@ -112,7 +112,7 @@ def folded(table: Table, width: int) -> list[Table]:
 
 
 def heading(report: Report) -> str:
-    """One line: model, method, and the settings that were chosen."""
+    """Summarise a run in one line: model, method, and the settings that were chosen."""
     model = report.model.get("name") or report.model.get("source") or "model"
     profile = report.profile
     parts = [str(model), str(profile.get("method", ""))]
@@ -126,7 +126,7 @@ def heading(report: Report) -> str:
 
 
 def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
-    """Label and value of everything that applies to one sequence."""
+    """List label and value of everything that applies to one sequence."""
     timing, correction, cache = sequence.timing, sequence.correction, sequence.cache
     steps = len(timing.decode_ms)
     rows = [
@@ -176,7 +176,7 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
 
 
 def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
-    """What an audit found: nothing where none was asked for."""
+    """List what an audit found; nothing if none was asked for."""
     if not fidelity:
         return []
     steps = fidelity["steps_audited"]
@@ -190,20 +190,20 @@ def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _from_disk(cache: Cache, steps: int) -> str:
-    """What was read of the disk, by the step, and how long steps waited for it."""
+    """Format the bytes read from disk, in all and per step, and how long steps waited for them."""
     waited = f" · waited {duration(cache.disk_wait_ms / steps)} a step" if steps else ""
     return _moved(cache.bytes_from_disk, steps) + waited
 
 
 def _prefill(sequence: Sequence) -> str:
-    """The time of what was read of a prompt, and its speed."""
+    """Format the time of reading a prompt, and its speed."""
     kv, ms = sequence.kv, sequence.timing.prefill_ms
     read = kv.read_tokens if kv.disk_tokens else sequence.prompt_tokens
     return f"{duration(ms)} · {per_second(read, ms)}"
 
 
 def memory_rows(report: Report) -> list[tuple[str, str]]:
-    """Where the KV was, and the most that was held at once."""
+    """Report where the KV was, and the peak memory."""
     memory = report.memory
     cache = [f"{format_bytes(memory.device_kv_bytes)} on the device"]
     if memory.host_kv_bytes:
@@ -218,9 +218,9 @@ def memory_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def origin_rows(report: Report) -> list[tuple[str, str]]:
-    """What was read, shared and loaded of all prompts, and what was saved.
+    """Report what was read, shared and loaded of all prompts, and what was saved.
 
-    Nothing where every prompt was read, and nothing saved.
+    Returns nothing if every prompt was read and nothing saved.
     """
     origins = [sequence.kv for sequence in report.sequences]
     loaded, shared = (sum(getattr(kv, name) for kv in origins) for name in ("disk_tokens", "shared_tokens"))
@@ -242,7 +242,7 @@ def origin_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def placement_rows(report: Report) -> list[tuple[str, str]]:
-    """Which layers lay on which device, where they were several."""
+    """Report which layers lay on which device, if there were several."""
     pieces = report.model.get("placement", ())
     said = [f"{piece['device']} {_layers(*piece['layers'])}" for piece in pieces]
     return [("layers", " · ".join(said))] if said else []
@@ -258,7 +258,7 @@ def _in_time(size: int, ms: float) -> str:
 
 
 def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
-    """Several sequences, one a row: times, and below them what was selected and moved where anything was."""
+    """Make tables of several sequences, one per row: times, and then what was selected and moved, if anything."""
     times: list[tuple[str, ...]] = []
     moves: list[tuple[str, ...]] = []
     for label, sequence in zip(titles, report.sequences, strict=True):
@@ -296,7 +296,7 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
 
 
 def layer_table(sequence: Sequence) -> Table:
-    """What each layer asked for and moved; of the layers that did."""
+    """Make a table of what each layer requested and moved, for the layers that did."""
     rows = [
         (
             f"{layer.layer}",
@@ -313,26 +313,26 @@ def layer_table(sequence: Sequence) -> Table:
 
 
 def timeline_rows(steps: Many[Step], most: int) -> list[TimelineRow]:
-    """At most `most` rows: a row a step where they fit, equal ranges of steps otherwise."""
+    """Make at most `most` rows: one per step if they fit, equal ranges of steps otherwise."""
     width = max(1, -(-len(steps) // most))
     return [_merge(steps[start : start + width]) for start in range(0, len(steps), width)]
 
 
 def ending(sequence: Sequence) -> str:
-    """Why a sequence ended, in words."""
+    """Say in words why a sequence ended."""
     words = {"eos": "the end-of-text token", "stop": "--stop", "length": "--max-tokens"}
     word = words.get(sequence.finish_reason)
     return sequence.finish_reason if word is None else f"ended by {word}"
 
 
 def settings_line(profile: dict[str, Any]) -> str:
-    """Every setting of a profile with its value, and the hash."""
+    """Format every setting of a profile with its value, and the hash."""
     settings = ", ".join(f"{key}={value}" for key, value in profile.get("settings", {}).items())
     return f"{settings} (hash {profile.get('hash', '-')})"
 
 
 def _tokens(number: int | str) -> str:
-    """A number of tokens, or the share that was asked for."""
+    """Format a number of tokens, or the share that was asked for."""
     return number if isinstance(number, str) else f"{number:,}"
 
 
@@ -342,7 +342,7 @@ def _merge(steps: Many[Step]) -> TimelineRow:
 
 
 def _short(label: str) -> str:
-    """A name that fits into a table; paths differ at their end."""
+    """Shorten a name to fit into a table; paths differ at their end."""
     return label if len(label) <= _NAME else "…" + label[1 - _NAME :]
 
 
@@ -376,7 +376,7 @@ def _speed(tokens_per_s: float | None) -> str:
 
 
 def progress_rows(found: Progress) -> Iterator[tuple[str, str]]:
-    """Label and value, line by line; what there is nothing of is left out."""
+    """Yield label and value of each line; empty ones are left out."""
     earlier = f", {found.earlier:,} of them before" if found.earlier else ""
     yield "rows", f"{found.ended:,} of {found.total:,} have a result{earlier}"
     if failed := found.failed + found.earlier_failed:
@@ -396,6 +396,6 @@ def progress_rows(found: Progress) -> Iterator[tuple[str, str]]:
 
 
 def shares(found: Progress) -> str:
-    """How the time was divided."""
+    """Say how the time was divided."""
     whole = found.seconds or 1.0
     return f"prefill {found.prefill_seconds / whole:.0%}, decode {found.decode_seconds / whole:.0%}"

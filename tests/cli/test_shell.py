@@ -1,5 +1,6 @@
 """What holds for every command: help, version, usage errors, and how a process ends."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -220,6 +221,6 @@ def test_a_full_disk_behind_stdout_is_one_line():
 def test_paragraphs_of_a_help_page_fill_the_terminal(warm, name):
     shown = warm(name, "--help", COLUMNS="80").stdout
     text = [line.strip() for line in shown.partition("╭")[0].splitlines()]
-    for line, following in zip(text, text[1:], strict=False):
+    for line, following in itertools.pairwise(text):
         if following and line and not line.startswith("kvcli "):
             assert len(line) + 1 + len(following.split()[0]) > 78, (line, following)

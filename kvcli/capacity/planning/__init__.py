@@ -1,1 +1,1 @@
-"""What a run will need and how long it will take, before there are weights."""
+"""Memory and times of a run, before there are weights."""

@@ -1,4 +1,4 @@
-"""What to run on a machine: of every method the most exact rung of the ladder that fits, the fastest step first.
+"""Advise what to run on a machine: of every method the most exact rung of the ladder that fits, the fastest step first.
 
 The ladder has the forms of weights and of KV, a disk below host memory, and smaller budgets.
 """
@@ -21,15 +21,15 @@ from kvcli.kernels.quant import KVDtype
 from kvcli.memory.disk_tier import DiskTier
 
 MOST = 5
-"""Settings that are shown."""
+"""Settings to show."""
 
 METHODS = ("full", "freekv", "shadowkv", "quest", "offload")
-"""Methods that are tried where none is named."""
+"""Methods to try if none is named."""
 
 
 @dataclass(frozen=True)
 class PublishedGPU:
-    """What a maker says of a GPU: bytes, bytes a second of its memory and of the bus one way, dense bf16 FLOP/s."""
+    """Published figures of a GPU: bytes, bytes a second of its memory and of the bus one way, dense bf16 FLOP/s."""
 
     memory: float
     bandwidth: float
@@ -70,7 +70,7 @@ def advise(
     """Search the ladder for each profile, context and batch: the first rung that fits, the fastest step first.
 
     `subjects` are the model with its weights in each form to try; `disk` are free bytes for KV below host memory, on a
-    disk that reads `disk_rate` a second. Where nothing fits, the plans that lack least.
+    disk that reads `disk_rate` a second. If nothing fits, the plans that lack least are returned.
     """
     found, nearest = [], []
     for (label, profile), context, batch in product(profiles, contexts, batches):
@@ -93,7 +93,7 @@ def advise(
 
 @dataclass(frozen=True)
 class Rung:
-    """One setting to try; `tiered`: host memory is a cache of KV on the disk."""
+    """One setting to try; if `tiered`, host memory is a cache of KV on the disk."""
 
     label: str
     subject: PlannedRun
@@ -102,9 +102,9 @@ class Rung:
 
 
 def rungs(label: str, profile: Profile, subjects: Sequence[PlannedRun], disk: bool) -> list[Rung]:
-    """Give every form of a profile's run, the most exact first, and among equals the fastest.
+    """List every form of a profile's run, the most exact first, and among equals the fastest.
 
-    A rung is as high as what it gives up: the form of weights and of KV, a disk's pace, half of the budget.
+    A rung's cost adds up what it gives up: the form of weights and of KV, a disk's pace, half of the budget.
     """
     found = []
     for (fewer, halved), subject in product(_budgets(profile), subjects):
@@ -119,7 +119,7 @@ def rungs(label: str, profile: Profile, subjects: Sequence[PlannedRun], disk: bo
 
 
 def forms(profile: Profile) -> Iterator[tuple[str, Profile]]:
-    """Give a profile in each form that its KV in host memory can have, the most exact first."""
+    """Yield a profile with each form that its KV in host memory can have, the most exact first."""
     if getattr(profile.settings, "kv_dtype", None) != "auto":  # it has none, or it was chosen
         yield "auto", profile
         return
@@ -133,7 +133,7 @@ def forms(profile: Profile) -> Iterator[tuple[str, Profile]]:
 
 
 def _budgets(profile: Profile) -> Iterator[tuple[int, Profile]]:
-    """Give a profile with its budget, its half and its quarter, and how often it was halved."""
+    """Yield a profile with its budget, half and a quarter of it, and how often it was halved."""
     yield 0, profile
     budget = getattr(profile.settings, "budget", None)
     if not isinstance(budget, int) or not profile.settings.on_host:
@@ -146,7 +146,7 @@ def _budgets(profile: Profile) -> Iterator[tuple[int, Profile]]:
 
 
 _GIVEN_UP = {"auto": 0.0, "int8": 1.0, "fp8": 1.5, "int4": 3.0}
-"""What forms of weights and of KV cost in closeness, in order: KV in 4 bits costs as much as weights in 4."""
+"""The costs in closeness of forms of weights and of KV, in order: KV in 4 bits costs as much as weights in 4."""
 
 _OF_DISK = 2.5
 _OF_BUDGET = 4.0
@@ -173,7 +173,7 @@ def _lacks(
 
 
 def command(model: str | None, plan: CapacityPlan) -> str:
-    """Write the command line of a plan, `DOCUMENT` in the place of files; settings of the method's profile left out."""
+    """Write the command line of a plan, with `DOCUMENT` for files and without settings of the method's profile."""
     usual, settings = resolve_profile(plan.profile.method).settings.model_dump(), plan.profile.settings.model_dump()
     changed = {key: value for key, value in settings.items() if value != usual[key]}
     options = ["--method", plan.profile.method]

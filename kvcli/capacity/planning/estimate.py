@@ -1,8 +1,8 @@
-"""How long a prefill and a decode step will take.
+"""Estimate the time of a prefill and of a decode step.
 
-The least time of a step is its roofline (`kvcli.capacity.roofline`). The time to expect comes from running a few layers
-here with random weights (`probe`) and extrapolating to all layers and to the whole context. On another machine nothing
-can be run, so that the roofline is all that can be said of it.
+The least time of a step is its roofline (`kvcli.capacity.roofline`). The expected time comes from running a few layers
+here with random weights (`probe`) and extrapolating to all layers and to the whole context. For another machine nothing
+can be run, so the roofline is all there is.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _TRIED_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that is planned for: free bytes by pool of memory and its rates, None where they are not known.
+    """The machine of a plan: free bytes by pool of memory and its rates, None if unknown.
 
-    `here` is True for this machine, on which layers can be run. Where the model's lie on several devices, `placement`
-    says on which; rates are those of the first.
+    `here` is True for this machine, on which layers can be run. If the model's layers lie on several devices,
+    `placement` maps them; rates are those of the first.
     """
 
     device: torch.device
@@ -45,13 +45,13 @@ class Machine:
 
     @property
     def place(self) -> Place:
-        """Where the model will lie."""
+        """The device, or the placement on several."""
         return self.placement or self.device
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The model that is planned for: its config, and the shapes and sizes of it in `dtype`, or in a form of weights."""
+    """The model of a plan: its config, and its shapes and sizes in `dtype`, or in a form of weights."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
@@ -59,19 +59,19 @@ class PlannedRun:
 
     @property
     def weights(self) -> str:
-        """The form that weights are brought into on loading, auto where they stay as they are."""
+        """The form that weights are brought into on loading, auto if they stay as they are."""
         form = self.geometry.form
         return "auto" if form is None or form.stored else form.name
 
     def with_weights(self, weights: str) -> PlannedRun:
-        """The same model with its weights in another form."""
+        """Return the same model with its weights in another form."""
         return PlannedRun.of(self.config, self.dtype, ON_LOADING[weights])
 
     @classmethod
     def of(
         cls, config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None = None, path: Path | None = None
     ) -> PlannedRun:
-        """Derive the geometry from the config, and from files at `path` whose weights are quantised, where they are.
+        """Derive the geometry from the config, and from files at `path` whose weights are quantised, if any.
 
         Raises:
             KvcliError: the architecture is not supported.
@@ -81,9 +81,9 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class DiskReads:
-    """A disk of `rate` bytes a second, from which the part `missing` of what is fetched comes.
+    """A disk of `rate` bytes a second, which holds the part `missing` of what is fetched.
 
-    That is the part of the KV that the host's cache does not hold: what steps would miss that ask for all of it evenly.
+    That is the part of the KV that the host's cache does not hold, which steps miss if they request all KV evenly.
     """
 
     rate: float
@@ -91,7 +91,7 @@ class DiskReads:
 
     @classmethod
     def of(cls, rate: float | None, held: Footprint) -> DiskReads | None:
-        """Find what a sequence that holds so much in files will read; None where nothing lies there."""
+        """Derive the reads of a sequence that holds this much in files; None if it holds nothing there."""
         if rate is None or not held.disk:
             return None
         return cls(rate, max(0.0, 1 - held.host / held.disk))
@@ -101,10 +101,10 @@ class DiskReads:
 class Times:
     """Seconds of the prefill of all prompts and of a decode step, with the roofline of the step and of its phases.
 
-    `tried` of `layers` layers were run, on `tried_length` tokens; where it is 0, `prefill` and `step` are rooflines,
-    too. `missed` is the part of the selected pages that those layers recalled; it is None where nothing was selected,
-    and then all selected pages are taken to be recalled. Of a disk a step reads so many bytes `from_disk`, and waits
-    for them but where nothing was run: there reads go on beside the step.
+    `tried` of `layers` layers were run, on `tried_length` tokens; if it is 0, `prefill` and `step` are rooflines, too.
+    `missed` is the part of the selected pages that those layers recalled. It is None if nothing was selected; all
+    selected pages are then assumed to be recalled. A step reads the bytes `from_disk` and waits for them, except in a
+    roofline, where reads overlap with the step.
     """
 
     prefill: float
@@ -127,9 +127,9 @@ def estimate(
     batch: int,
     disk: DiskReads | None = None,
 ) -> Times | None:
-    """Estimate the times of `batch` prompts of `context` tokens; None where the rates are not known.
+    """Estimate the times of `batch` prompts of `context` tokens; None if the rates are unknown.
 
-    `method` is the method object of one of them, on the meta device. What it fetches comes in part from a `disk`.
+    `method` is the method object of one of them, on the meta device. A `disk` holds part of what it fetches.
     """
     rates, itemsize = machine.rates, subject.dtype.itemsize
     if rates is None:
@@ -165,9 +165,9 @@ def estimate(
 
 
 def prefill_work(geometry: ModelGeometry, method: AnyMethod, length: int) -> Work:
-    """Give the work of a prefill: every weight is read once, every token passes all layers and attends causally.
+    """Return the work of a prefill: every weight is read once, every token passes all layers and attends causally.
 
-    The head sees the last token, and all of them where the method wants their logits.
+    The head sees the last token, or all tokens if the method wants their logits.
     """
     parts = geometry.parts
     linear = parts.counts.projections + parts.passed
@@ -177,7 +177,7 @@ def prefill_work(geometry: ModelGeometry, method: AnyMethod, length: int) -> Wor
 
 
 def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) -> int:
-    """Count the operations of a layer's attention over a prompt, by windows where the method prefills so."""
+    """Count the operations of a layer's attention over a prompt, by windows if the method prefills so."""
     seen = length if layer.window is None else min(layer.window, length)
     if method.prefill_window is not None and layer.index in method.retrieval:
         seen = min(seen, method.prefill_window + getattr(method.config, "budget", length))
@@ -186,7 +186,7 @@ def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) 
 
 
 def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, batch: int) -> Probe | None:
-    """Run as many layers, at as long a context, as takes a few seconds; None where memory does not hold them."""
+    """Run as many layers, at as long a context, as takes a few seconds; None if memory does not hold them."""
     geometry, parts, dense = subject.geometry, subject.geometry.parts, profile.settings.leading_dense_layers
     layer_bytes = (parts.projections + parts.mlp + parts.experts) // geometry.depth
     widest = max(layer.token_size for layer in geometry.layers)
@@ -205,7 +205,7 @@ def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, 
 
 
 def _kinds(geometry: ModelGeometry, dense: int) -> list[str]:
-    """Name what each decoder layer does: the way in which it attends, and whether it keeps a state."""
+    """Name the kind of each decoder layer: the way in which it attends, and whether it keeps a state."""
     layers = iter(geometry.layers)
     return [f"{_kind(next(layers), dense) if each.attention else ''} {each.state is None}" for each in geometry.decoder]
 
@@ -216,7 +216,7 @@ def _kind(layer: LayerGeometry, dense: int) -> str:
 
 
 def _step(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMethod, context: int, batch: int) -> float:
-    """Extrapolate a step: a layer takes the time of those of its kind, and KV beyond theirs that of reading it."""
+    """Extrapolate a step: layers take the time of their kind, and additional KV the time of reading it."""
     geometry, dense = subject.geometry, method.config.leading_dense_layers
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for kind, seconds in zip(_kinds(tried.geometry, dense), tried.layers, strict=True):

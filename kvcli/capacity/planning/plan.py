@@ -29,12 +29,11 @@ LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends h
 class CapacityPlan:
     """One combination of profile, context and batch; `label` names the profile, and a share's tokens.
 
-    `needed` and `free` are bytes by pool of memory. `longest` is the longest context that fits, in tokens, and None
-    where every context up to `LONGEST` fits. `bound` is True where the prompt decides how much KV is kept, and `need`
-    has the most of it. `disk` are the bytes that the prompts' KV takes once it is saved, `disk_rate` those that a disk
-    reads in a second, where that was said. `tier` is the disk below host memory, where there is one, with so many bytes
-    `disk_free`. `weights` is the form that they are brought into on loading, `placement`
-    where layers lie on several devices.
+    `needed` and `free` are bytes by pool of memory. `longest` is the longest context that fits, in tokens, and None if
+    every context up to `LONGEST` fits. `bound` is True if the prompt decides how much KV is kept, and `need` has the
+    upper bound. `disk` is the bytes of the prompts' saved KV, `disk_rate` the bytes that a disk reads in a second, if
+    given. `tier` is the disk below host memory, if there is one, with `disk_free` bytes. `weights` is the form that
+    weights are brought into on loading, `placement` the devices of layers, if there are several.
     """
 
     label: str
@@ -57,16 +56,16 @@ class CapacityPlan:
 
     @property
     def load_seconds(self) -> float | None:
-        """How long the KV of the prompts takes from a disk of this rate, None where it is not known."""
+        """Seconds to load the prompts' KV from a disk of this rate, None if that is unknown."""
         return None if self.disk_rate is None else self.disk / self.disk_rate
 
     @property
     def fits(self) -> bool:
-        """Tell whether the memory of the machine holds the run, and its disk what lies there."""
+        """Tell whether the memory of the machine holds the run, and its disk the KV there."""
         return memory.fits(self.needed, self.free) and self.need.kv.disk <= (self.disk_free or 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give plain data for the JSON report: bytes, milliseconds, and what each figure is based on."""
+        """Return plain data for the JSON report: bytes, milliseconds, and the basis of each figure."""
         return {
             "profile": self.profile.as_dict(),
             "context": self.context,
@@ -102,12 +101,12 @@ class CapacityPlan:
 
     @property
     def kv_basis(self) -> str:
-        """Say what the size of the KV is based on."""
+        """The basis of the size of the KV."""
         return "counted, the most that a prompt may need" if self.bound else "counted"
 
     @property
     def time_basis(self) -> str:
-        """Say what the times are based on."""
+        """The basis of the times."""
         if self.times is None:
             return "not known without --bandwidth, --bus and --compute"
         if not self.times.tried:
@@ -132,7 +131,7 @@ def plan(
 ) -> Iterator[CapacityPlan]:
     """Plan every combination of profile, context in tokens and batch size, with `max_tokens` of output each.
 
-    With a `disk` what host memory is not to hold lies there, under those profiles that keep KV in host memory.
+    A `disk` takes what host memory is not to hold, under those profiles that keep KV in host memory.
 
     Raises:
         KvcliError: the disk cannot be used, or by none of the profiles (usage); its cache is too small (will not fit).
@@ -159,9 +158,9 @@ def plan_one(
     disk_free: int | None = None,
     disk_rate: float | None = None,
 ) -> CapacityPlan:
-    """Plan one combination, with what host memory is not to hold in a `tier` of so many free bytes.
+    """Plan one combination, with a `tier` of `disk_free` bytes for what host memory is not to hold.
 
-    `disk_rate` is what a disk reads in a second, that of the tier too.
+    `disk_rate` is the bytes that a disk, also the tier's, reads in a second.
     """
     resolved = profile.for_prompt(context)
     if isinstance(getattr(profile.settings, "budget", None), Share):
@@ -203,7 +202,7 @@ def plan_one(
 
 
 def _saved_bytes(subject: PlannedRun, context: int) -> int:
-    """Bytes of a prompt's keys and values in all layers, and of the states beside them, as they are saved."""
+    """Return the bytes of a prompt's saved keys and values in all layers, and of the saved states."""
     geometry = subject.geometry
     kept = len(state_marks(geometry.states, context)) * sum(layer.nbytes for layer in geometry.states)
     return context * subject.dtype.itemsize * sum(layer.token_size for layer in geometry.layers) + kept

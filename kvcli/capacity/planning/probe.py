@@ -1,8 +1,8 @@
-"""A few layers of a model, run as `generate` runs them: what a decode step and a prefill take here, without weights.
+"""Time a few layers of a model, run as `generate` runs them: a decode step and a prefill here, without weights.
 
-The layers are made up of random numbers, and so is the KV that a method is given: times depend on shapes, and on how
-far queries turn from one step to the next. With random weights they turn completely, so that methods that recall what
-a query wants recall most of it: their worst case.
+The layers are random, and so is the KV that a method is given: times depend on shapes, and on how far queries turn from
+one step to the next. With random weights they turn completely, so that methods that recall what a query wants recall
+most of it: their worst case.
 """
 
 import copy
@@ -38,7 +38,7 @@ from kvcli.runtime.sequence import RunningSequence
 WARMUP, STEPS = 2, 32
 SECONDS = 2.0  # after which no further step is begun once there are a few
 _FEW = 6
-_QUERIES = 64  # of a prompt, its last ones: what methods that look at them want
+_QUERIES = 64  # at the end of a prompt, for methods that look at its last queries
 PROMPT = 256  # tokens of the prefill that is timed
 _FREED_BYTES = 24 << 20  # less than the 32 MiB from which glibc always asks the system
 _HEAD_BYTES = 128 << 20  # of the model's head; a larger vocabulary is cut
@@ -46,11 +46,11 @@ _HEAD_BYTES = 128 << 20  # of the model's head; a larger vocabulary is cut
 
 @dataclass(frozen=True)
 class Probe:
-    """Medians over the steps: seconds of each layer and of all else, and of a layer in a prefill of `PROMPT` tokens.
+    """Medians over the steps: seconds of each layer and of the rest, and of a layer in a prefill of `PROMPT` tokens.
 
-    `geometry` is that of the model tried, `length` the tokens of each sequence. `missed` is the part of what was
-    selected that had to be recalled, None where nothing was. `read` is what attention to all of a layer read, in bytes
-    a second.
+    `geometry` is that of the model tried, `length` the tokens of each sequence. `missed` is the part of the selected
+    pages that had to be recalled, None if none were selected. `read` is the rate at which attention read all of a
+    layer, in bytes a second.
     """
 
     geometry: ModelGeometry
@@ -63,12 +63,12 @@ class Probe:
 
 
 def shortened(config: PreTrainedConfig, layers: int, itemsize: int) -> PreTrainedConfig:
-    """Copy a config for a model of its first `layers`, with a head that is quickly made."""
+    """Copy a config for a model of its first `layers`, with a small head."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     before = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:  # one entry a layer
+        if isinstance(value, list) and len(value) == before:  # one entry per layer
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     text.vocab_size = min(text.vocab_size, max(1024, _HEAD_BYTES // (text.hidden_size * itemsize)))
@@ -117,16 +117,16 @@ def probe(
 
 
 def _settle_allocator(device: torch.device) -> None:
-    """Free what a prompt's intermediates take, as a run has done when it decodes.
+    """Free a block as large as a prompt's intermediates, as a run has done when it decodes.
 
-    The C library gives blocks back to the system until one of their size was freed once; before that, every step would
-    pay for faulting them in anew.
+    The C library returns blocks to the system until one of their size was freed once; before that, every step would pay
+    for faulting them in anew.
     """
     torch.empty(_FREED_BYTES, dtype=torch.uint8, device=device).fill_(0)
 
 
 def _decode(ready: Engine, sequences: list[RunningSequence], moments: list[float]) -> tuple[list[float], float]:
-    """Run steps, at most `STEPS` that count: median seconds of each layer, and of all else."""
+    """Run steps, of which at most `STEPS` count; return median seconds of each layer, and of the rest."""
     totals: list[float] = []
     for _ in ready.decode(sequences):
         totals.append(sequences[0].decode_ms[-1] / 1000)
@@ -141,7 +141,7 @@ def _decode(ready: Engine, sequences: list[RunningSequence], moments: list[float
 
 @contextmanager
 def _clocked(model: PreTrainedModel, device: torch.device) -> Iterator[list[float]]:
-    """Give the moments at which a decoder layer begins and ends, one layer after another."""
+    """Yield a list of the moments at which each decoder layer begins and ends, one layer after another."""
     moments: list[float] = []
 
     def note(*_: Any) -> None:
@@ -162,14 +162,14 @@ def _now(device: torch.device) -> float:
 
 
 class RandomKV:
-    """Seeded normal keys and values, the same ones in every layer and sequence; made when asked for."""
+    """Seeded normal keys and values, the same in every layer and sequence; made on demand."""
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype):
         self.seed, self.device, self.dtype = seed, device, dtype
         self._kept = torch.empty(0)
 
     def kv(self, layer: LayerGeometry, context: int) -> Tensor:
-        """Keys and values [t, Hk, context, d] of a layer, not to be changed."""
+        """Return keys and values [t, Hk, context, d] of a layer; do not change them."""
         shape = (layer.parts, layer.num_kv_heads, context, layer.head_dim)
         if self._kept.shape != shape:
             self._kept = torch.empty(0)  # the old one is freed before the new one is made
@@ -178,7 +178,7 @@ class RandomKV:
 
     @torch.inference_mode()
     def fill(self, methods: Sequence[AnyMethod], layers: Sequence[LayerGeometry], context: int) -> None:
-        """Hand noise to methods, layer by layer, as the prefill of `context` tokens would."""
+        """Pass noise to methods, layer by layer, as the prefill of `context` tokens would."""
         for layer in layers:
             k, v = both(self.kv(layer, context).to(methods[0].context.device(layer.index)))
             softmax = Softmax(layer.head_dim**-0.5)
@@ -193,13 +193,13 @@ class RandomKV:
                 method.prefill(layer.index, k, v, q[:, rows - min(rows, method.query_rows) :], softmax)
 
     def normal(self, *shape: int) -> Tensor:
-        """The same noise for the same shape."""
+        """Return the same noise for the same shape."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
         return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
 
 
 def _attention_rate(noise: RandomKV, layer: LayerGeometry, context: int, device: torch.device) -> float:
-    """Bytes a second that attention reads all of a layer with."""
+    """Measure the rate at which attention reads all of a layer, in bytes a second."""
     k, v = both(kv := noise.kv(layer, context))
     q = noise.normal(layer.num_heads, layer.head_dim)
     softmax = Softmax(layer.head_dim**-0.5)
@@ -212,11 +212,11 @@ class WordlessTokenizer:
     eos_token_id = None
 
     def decode(self, *_: Any, **__: Any) -> str:
-        """Give no text."""
+        """Return no text."""
         return ""
 
     def __call__(self, *_: Any, **__: Any) -> dict[str, list[int]]:
-        """Give no tokens."""
+        """Return no tokens."""
         return {"input_ids": []}
 
 

@@ -10,7 +10,7 @@ from kvcli.ui.summary import Table, duration, without_empty_columns
 
 
 def tables(title: str, plans: Sequence[CapacityPlan]) -> list[tuple[str, Table]]:
-    """Give one row for each combination; a single one also gets a table of its memory and one of its step."""
+    """Make one row for each combination; a single one also gets a table of its memory and one of its step."""
     found = [(title, _overview(plans))]
     if len(plans) == 1:
         found.append(("memory", _memory(plans[0])))
@@ -45,7 +45,7 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
 
 
 def _reads(plans: Sequence[CapacityPlan]) -> str:
-    """Say what steps read of a disk."""
+    """Describe the disk reads of steps."""
     if plans[0].disk_rate is None:
         return "times without its reads, for which --disk-rate is wanted"
     most = max((plan.times.from_disk for plan in plans if plan.times is not None), default=0)
@@ -53,7 +53,7 @@ def _reads(plans: Sequence[CapacityPlan]) -> str:
 
 
 def _time_notes(plans: Sequence[CapacityPlan]) -> list[tuple[str, str]]:
-    """Say what the times of each row are based on, once where that is the same for all."""
+    """Say on what the times of each row are based, once if that is the same for all."""
     if len({plan.time_basis for plan in plans}) == 1:
         return [("times", plans[0].time_basis)]
     return [("times", f"{plan.label} at {plan.context:,}, batch {plan.batch}: {plan.time_basis}") for plan in plans]

@@ -1,7 +1,7 @@
 """Shipped model shapes: the config.json of well-known checkpoints, for `--load-format dummy`.
 
 Each is what its makers published under its name (deepseek-v2-lite: arXiv 2405.04434, appendix B, and
-huggingface.co/deepseek-ai/DeepSeek-V2-Lite); tests hold them against the published numbers of parameters.
+huggingface.co/deepseek-ai/DeepSeek-V2-Lite); tests compare them with the published numbers of parameters.
 """
 
 from importlib.resources import files
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def shape_names() -> list[str]:
-    """Names that `--load-format dummy` knows without a checkpoint, sorted."""
+    """List the names that `--load-format dummy` knows without a checkpoint, sorted."""
     return sorted(Path(entry.name).stem for entry in files(__name__).iterdir() if entry.name.endswith(".json"))
 
 
 def shape_path(name: str) -> Path:
-    """The config file of a shape in `shape_names()`."""
+    """Return the config file of a shape in `shape_names()`."""
     return Path(str(files(__name__))) / f"{name}.json"

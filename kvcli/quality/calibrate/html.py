@@ -1,4 +1,4 @@
-"""A calibration as one page: the curve, and what else was seen."""
+"""A calibration as one page: the curve, and the collector's figures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from kvcli.quality.calibrate.sweep import value_text
 from kvcli.ui.html import Page, chart_of, colour, coloured, heat_map, labelled
 from kvcli.ui.summary import HeatMap
 
-_NAMED = 12  # points, up to which each has its value beside it
+_NAMED = 12  # points, up to which each is labelled with its value
 _NOTHING = 1e-9  # a figure that counts as zero
 _CHOSEN, _OTHER = 220, 50  # square pixels of a point
 
 
 def page(found: Calibration) -> str:
-    """Make the page's HTML: choice, curve, similarity or spectrum where the target looked at them, all tables."""
+    """Make the page's HTML: choice, curve, similarity or spectrum if the target collected them, all tables."""
     sweep, origin = found.sweep, found.provenance
     made = Page(f"kvcli calibrate {sweep.name}", f"{origin['method']} on {origin['model']}: {sweep.title}")
     made.section("Choice")
@@ -57,10 +57,10 @@ def _masses(found: Calibration) -> alt.LayerChart | alt.FacetChart:
 
 
 def _curve(found: Calibration, figures: Sequence[float], title: str, shown: Sequence[float]) -> list[alt.Chart]:
-    """Layers of a figure of every point against its cost; the chosen point is the large one.
+    """Chart layers of a figure of every point against its cost; the chosen point is the large one.
 
-    Figures fall over orders of magnitude, and a logarithmic axis has no zero: what is none is drawn at a third of the
-    smallest other one, of `shown` as well. Points that differ in a second setting are told apart by its colour.
+    Figures range over orders of magnitude, and a logarithmic axis has no zero: zeros are drawn at a third of the
+    smallest other figure, including `shown`. Colour tells points apart that differ in a second setting.
     """
     cost, keys = found.sweep.cost, list(found.points[0].settings)
     some = [figure for figure in (*figures, *shown) if figure > _NOTHING] or [1.0]

@@ -1,4 +1,4 @@
-"""The result of a calibration: as a list, tables and JSON, and as a profile that `--profile` takes."""
+"""The result of a calibration: as a list, tables and JSON, and as a profile for `--profile`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ SCHEMA_VERSION = 1
 class Calibration:
     """The curve, the choice, the figures of the sweep's collector, and the provenance.
 
-    `provenance` holds the model and its fingerprint, the text, seed, versions and date. Where it is not `complete`,
-    Ctrl-C left out the passages that were still to be measured.
+    `provenance` holds the model and its fingerprint, the text, seed, versions and date. If not `complete`, Ctrl-C left
+    out the passages that were still to be measured.
     """
 
     sweep: Sweep
@@ -112,7 +112,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class TensorCalibration:
-    """The tensors of a target. Where it is not `complete`, Ctrl-C left out the passages that were still to be read."""
+    """The tensors of a target. If not `complete`, Ctrl-C left out the passages that were still to be read."""
 
     search: TensorTarget
     profile: Profile
@@ -171,7 +171,7 @@ def _profile(base: Profile, settings: Mapping[str, Any], found: str, provenance:
 
 
 def curve_table(points: Sequence[Point], choice: ChosenPoint, relative: bool) -> Table:
-    """Tabulate a row a setting, the chosen one marked; `relative` where added loss counts from the last one."""
+    """Tabulate one row per setting, the chosen one marked; `relative` if added loss counts from the last one."""
     keys = list(points[0].settings)
     columns = (
         *(key.replace("_", " ") for key in keys),
@@ -236,7 +236,7 @@ def _heading(calibration: Calibration) -> str:
 
 
 def _row(point: Point) -> dict[str, Any]:
-    """Return a point for TOML: settings and figures side by side, without those that are missing."""
+    """Return a point for TOML: settings and figures in one table, without those that are missing."""
     fields = {**point.settings, **asdict(point)}
     return {key: value for key, value in fields.items() if key != "settings" and value is not None}
 

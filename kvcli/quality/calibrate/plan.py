@@ -1,4 +1,4 @@
-"""The options of a calibration, the text they come to as passages, and the provenance of the result."""
+"""The options of a calibration, the passages that they select, and the provenance of the result."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from kvcli.quality.tasks import make_row
 from kvcli.telemetry import report
 
 SPLIT = "calibration"
-"""The split of the built-in rows: neither the one that the demo model learned nor the one that is evaluated on."""
+"""The split of the built-in rows: neither the one that the demo model learned nor the one for evaluation."""
 BUILT_IN = ("niah_multikey", "niah_single", "vt", "niah_multivalue")
 
 
@@ -29,9 +29,9 @@ BUILT_IN = ("niah_multikey", "niah_single", "vt", "niah_multivalue")
 class CalibrationPlan:
     """What to calibrate: a method by `profile`, on files or, without, on built-in text.
 
-    `length` are tokens of a prompt, `steps` those fed after it, `samples` passages. Where values are tried, `values`
-    replace the target's own, as texts that --set would take, and `max_loss` is what they may add, in nats. `per_layer`
-    tries a value of its own for each layer beside them.
+    `length` is the tokens of a prompt, `steps` the number fed after it, `samples` the number of passages. If values are
+    tried, `values` replace the target's own, as texts that --set would take, and `max_loss` is the limit of what they
+    may add, in nats. `per_layer` also tries a separate value for each layer.
     """
 
     model: ModelSpec
@@ -47,7 +47,7 @@ class CalibrationPlan:
 
 
 def prompt_length(plan: CalibrationPlan, checkpoint: Checkpoint) -> int:
-    """Return the tokens of a prompt: as many as asked for, as far as the model has positions.
+    """Return the tokens of a prompt: as many as requested, as far as the model has positions.
 
     Raises:
         KvcliError: the steps after it leave no position (usage).
@@ -80,7 +80,7 @@ def built_in(
 ) -> list[Passage]:
     """Make documents with a question, in turn from each task of `BUILT_IN`; the continuation is the right answer.
 
-    Prompts are of `length` tokens or a few less, answers of `steps` at most.
+    Prompts have `length` tokens or a few less, answers at most `steps`.
 
     Raises:
         KvcliError: `length` is too small for a document and its question (usage).
@@ -134,7 +134,7 @@ def _stretches(name: str, tokenizer: PreTrainedTokenizerBase, length: int, steps
 
 
 def provenance(plan: CalibrationPlan, checkpoint: Checkpoint, passages: Sequence[Passage]) -> dict[str, Any]:
-    """Return where a result comes from: the model and its fingerprint, text that was read, seed, versions and date."""
+    """Return the origin of a result: the model and its fingerprint, the text, seed, versions and date."""
     found = report.environment()
     text = json.dumps([[passage.prompt, passage.continuation] for passage in passages])
     read = {

@@ -1,4 +1,4 @@
-"""One calibration from its options to its result: load, read every passage, and choose, or find tensors."""
+"""Run a calibration from its options to its result: load, read every passage, and choose a setting or find tensors."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,9 +21,9 @@ from kvcli.telemetry.observer import Observer
 
 
 def calibrate(sweep: Sweep, plan: CalibrationPlan, observer: Observer) -> Calibration:
-    """Measure every setting of the grid beside full attention and choose among them.
+    """Compare every setting of the grid with full attention and choose among them.
 
-    Ctrl-C after a whole passage is no error: the result covers the passages until then and says so.
+    Ctrl-C after a whole passage is not an error: the result covers the passages until then and says so.
 
     Raises:
         KvcliError: the model or a text cannot be read, a setting is not the method's or has no value for each layer
@@ -94,7 +94,7 @@ def find(search: TensorTarget, plan: CalibrationPlan, observer: Observer) -> Ten
 def _each(
     model: Model, passages: Sequence[Passage], observer: Observer, measure: Callable[[Engine, Passage], None]
 ) -> int:
-    """Measure one passage after another; returns how many are done, which Ctrl-C may cut short."""
+    """Measure one passage after another; return how many are done, which Ctrl-C may cut short."""
     done = 0
     with suppress(KeyboardInterrupt):
         for passage in passages:
@@ -112,7 +112,7 @@ def _measure(
     collector: Collector,
     observer: Observer,
 ) -> tuple[list[PassageSums], int]:
-    """Measure all settings; returns their tallies and the number of passages measured."""
+    """Measure all settings; return their tallies and the number of passages measured."""
     tallies, profiles = [PassageSums(settings) for settings, _ in tried], [profile for _, profile in tried]
     if not tried:
         return [], len(passages)

@@ -1,21 +1,22 @@
-"""Targets whose values are tried: what each value costs and loses, and the choice among them.
+"""Targets whose values are tried: the cost and the loss of each value, and the choice among them.
 
-The loss is KL(full attention || method) of the next token in nats, the mean over the tokens of a passage, and of these
-the mean over the passages. The choice goes by the loss that a setting adds: to nothing, or, where a target cannot do
-away with all of it (no tau makes up for a small budget), passage by passage to that of the target's last setting. Both
-are shown. A bound lies two standard errors above its figure, and the choice keeps the bound within what is allowed:
-what holds on these passages by luck alone should not be promised for others.
+The loss is KL(full attention || method) of the next token in nats, the mean over the tokens of a passage, and then the
+mean over the passages. The choice depends on the loss that a setting adds: to zero, or, if a target cannot remove all
+of it (no tau makes up for a small budget), passage by passage to that of the target's last setting. Both are shown. A
+bound lies two standard errors above its figure, and the choice keeps the bound within the limit, so that it does not
+promise for other texts what holds on these passages by luck.
 
-A value of its own for each layer: while one value after another is measured for all layers at once, every layer shows
-what each costs there and how far the layer's output comes to lie from the exact one. Errors of single layers do not add
-up to the loss, so they only decide what is tried: from the cheapest value everywhere on, the layer comes next whose
-better value takes away most squared error for what it costs. What comes of it is measured as any value is.
+A separate value for each layer: while one value after another is measured for all layers at once, every layer shows its
+cost there and the distance of its output from the exact one. Errors of single layers do not add up to the loss, so they
+only decide what is tried: starting from the cheapest value everywhere, the next layer to improve is the one whose
+better value removes most squared error for its cost. The result is measured as any value is.
 
-Two things are measured beside the loss. `Similarity` is for FreeKV's tau (arXiv 2505.13109, figures 3 and 10): the mean
-cosine of each KV head's query group with the one before, which a tau is compared with, and what part of them lies below
-each twentieth. `Spectrum` is for ShadowKV's rank (arXiv 2410.21465, section 3.1): keys without their rotation, the
-heads of a token next to one another, are close to a matrix of low rank. What part of their norm lies outside the first
-r directions is that of each prompt on its own, as the method factorises each on its own; then the mean over prompts.
+Two things are measured in addition to the loss. `Similarity` is for FreeKV's tau (arXiv 2505.13109, figures 3 and 10):
+the mean cosine of each KV head's query group with the one before, which is compared with tau, and the part of them
+below each twentieth. `Spectrum` is for ShadowKV's rank (arXiv 2410.21465, section 3.1): keys without their rotation,
+with the heads of a token concatenated, are close to a matrix of low rank. The part of their norm outside the first r
+directions is computed for each prompt on its own, as the method factorises each on its own, and then averaged over
+prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,10 +54,10 @@ class LayerPoint:
 def layerwise(
     values: Sequence[float], curves: Mapping[int, Sequence[LayerPoint]], layers: int, most: int
 ) -> list[tuple[float, ...]]:
-    """Combine `values`, the cheapest first, of which `curves` has a point each, for those layers that choose at all.
+    """Combine `values`, the cheapest first, with a point of `curves` for each, for the layers that choose at all.
 
-    Gives at most `most` combinations of one value for each of `layers`, spread from cheap to dear; none of them has
-    the same value everywhere.
+    Returns at most `most` combinations of one value for each of `layers`, spread from cheap to expensive; none of them
+    has the same value everywhere.
     """
     at = dict.fromkeys(curves, 0)
     found: list[tuple[float, ...]] = []
@@ -76,7 +77,7 @@ def layerwise(
 
 
 def _gain(cheap: LayerPoint, better: LayerPoint) -> float:
-    """Return the squared error taken away by a unit of cost; infinite where it costs nothing."""
+    """Return the squared error removed per unit of cost; infinite if that is free."""
     less, more = cheap.error**2 - better.error**2, better.cost - cheap.cost
     return less / more if more > 0 else less * float("inf") if less else 0.0
 
@@ -89,7 +90,7 @@ NOTHING = 1e-6
 class Point:
     """The figures of one setting over all passages; bytes are per step, `heads_corrected` a part of those checked.
 
-    `loss` is nats from full attention, `added` nats of it that count for the choice.
+    `loss` is nats from full attention, `added` the nats of it that count for the choice.
     """
 
     settings: dict[str, Any]
@@ -155,9 +156,9 @@ class PassageSums:
         }
 
     def point(self, least: Sequence[float] | None = None) -> Point:
-        """Return the figures over the passages, of which there is one at least.
+        """Return the figures over the passages, of which there is at least one.
 
-        `least` are losses by passage that the added loss counts from.
+        `least` are the losses by passage from which the added loss counts.
         """
         steps, passages = len(self.fidelity.steps), len(self.losses)
         added = [loss - other for loss, other in zip(self.losses, least or [0.0] * passages, strict=True)]
@@ -198,14 +199,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class ChosenPoint:
-    """The point chosen, None where none stays within the limit, and the reason."""
+    """The chosen point, None if none stays within the limit, and the reason."""
 
     point: Point | None
     reason: str
 
 
 def choose(points: Sequence[Point], cost: Cost, max_loss: float, relative: bool = False) -> ChosenPoint:
-    """Take the cheapest point that adds at most `max_loss` nats, the closest of equally cheap ones.
+    """Choose the cheapest point that adds at most `max_loss` nats, and the closest of equally cheap ones.
 
     `relative` says that the added loss counts from the last point and not from full attention.
     """
@@ -239,26 +240,26 @@ def _added(point: Point) -> str:
 
 
 BOUNDS = tuple(i / 20 for i in range(21))
-PIECE = 4096  # tokens that are taken out of their rotation at once
+PIECE = 4096  # tokens whose rotation is undone at once
 
 
 class Collector:
-    """Measures more than closeness, over a whole calibration; this one measures nothing."""
+    """Measures more than closeness, over a whole calibration; this base class measures nothing."""
 
     def begin_passage(self) -> AttentionObserver | None:
-        """Return what is to observe the method with the grid's last setting over the next passage, if anything is."""
+        """Return an observer of the method with the grid's last setting over the next passage, or None."""
         return None
 
     def end_passage(self, reference: AnyMethod, passage: Passage) -> None:
         """Measure the reference, full attention, after a passage."""
 
     def figures(self) -> dict[str, Any]:
-        """Return what was measured, as plain data."""
+        """Return the measurements as plain data."""
         return {}
 
 
 class Similarity(Collector):
-    """Cosines of each KV head's consecutive queries, while it decodes."""
+    """Cosines of each KV head's consecutive queries during decoding."""
 
     def __init__(self, config: MethodConfig):
         self.pooling: Literal["mean", "max"] = getattr(config, "correction_pooling", "mean")
@@ -287,7 +288,7 @@ class Similarity(Collector):
 
     @override
     def figures(self) -> dict[str, Any]:
-        """`similarity`, the mean cosine by layer and KV head, and `below`, what part lies below each bound."""
+        """Return `similarity`, the mean cosine by layer and KV head, and `below`, the part below each bound."""
         if not self.seen:
             return {}
         return {
@@ -326,7 +327,7 @@ class Spectrum(Collector):
 
     @override
     def figures(self) -> dict[str, Any]:
-        """`spectrum`: for each layer, by rank r = 0, 1, ..., the relative error (Frobenius) of keys of rank r."""
+        """Return `spectrum`: for each layer, by rank r = 0, 1, ..., the relative error (Frobenius) of rank-r keys."""
         return {
             "spectrum": [
                 {"layer": layer, "error": _outside(energy / self.prompts).sqrt().tolist()}
@@ -353,7 +354,7 @@ def methods_with(setting: str) -> str:
 class Sweep:
     """A target whose values are tried: the setting of its name, its default method, and the grid of values.
 
-    The grid is for the method's settings, a model, and the tokens of a prompt.
+    The grid depends on the method's settings, a model, and the tokens of a prompt.
     """
 
     name: str
@@ -363,14 +364,14 @@ class Sweep:
     grid: Callable[[MethodConfig, ModelGeometry, int], Grid]
     collector: Callable[[MethodConfig], Collector] = lambda _: Collector()
     relative: bool = False
-    """Whether the loss counts that a setting adds to the loss of the grid's last setting."""
+    """Whether the loss that counts is the one added to that of the grid's last setting."""
     by_layer: bool = False
-    """Whether the setting takes a value for each layer as well; the grid's own have the cheapest first."""
+    """Whether the setting also takes a value for each layer; the grid's own have the cheapest first."""
 
     def profiles(
         self, base: Profile, geometry: ModelGeometry, length: int, asked: Mapping[str, Sequence[Any]]
     ) -> list[tuple[dict[str, Any], Profile]]:
-        """Combine the grid's values, `asked` ones instead of the grid's own: settings, and the profile with them.
+        """Combine the grid's values, or `asked` ones in their place: settings, and the profile with them.
 
         Combinations of the grid's own values that the method refuses are left out.
 

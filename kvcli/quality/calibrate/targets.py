@@ -1,4 +1,4 @@
-"""Everything that can be calibrated, by name: sweeps over values, and tensors that are found."""
+"""Everything that can be calibrated, by name: sweeps over values, and tensors to find."""
 
 from difflib import get_close_matches
 
@@ -22,7 +22,7 @@ def _ranks(config: MethodConfig, geometry: ModelGeometry, length: int) -> Grid: 
 
 
 def _budgets(config: MethodConfig, geometry: ModelGeometry, length: int) -> Grid:  # noqa: ARG001
-    """Each budget with pages of half, once and twice the size that the profile has; sink and window stay."""
+    """Combine each budget with pages of half, once and twice the profile's size; sink and window stay."""
     page: int = getattr(config, "page_size", 1)
     return {
         "budget": sorted({max(_LEAST_BUDGET, length // part) for part in _BUDGETS}),
@@ -58,7 +58,7 @@ _SWEEPS = (
         cost=_ATTENDED,
         grid=_budgets,
     ),
-    # The prompt decides what a threshold comes to: the realised budget is a result.
+    # The prompt decides what a threshold amounts to: the realised budget is a result.
     Sweep(
         name="threshold",
         title="part of the attention norm that pruning may lose",

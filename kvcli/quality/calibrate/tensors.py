@@ -1,19 +1,18 @@
 """Targets that end in tensors: what a method needs for a model, found once on text, in a file next to a profile.
 
 - RazorAttention's retrieval heads, by echo and induction score (arXiv 2407.15891, section 3.2), on random tokens that
-  repeat (`kvcli.runtime.retrieval_heads`), as the method itself finds them without a file: text plays no part.
+repeat (`kvcli.runtime.retrieval_heads`), as the method itself finds them without a file; text is not used.
 - Loki's principal axes of the keys (arXiv 2406.02542, section 4), by the covariance of each prompt's keys, and
-  InfiniGen's skew (arXiv 2406.19707, section 4), by the moments of queries and keys, both summed up over the prompts.
-- DuoAttention's gates, one a KV head, by optimisation (arXiv 2410.10819, section 2.2):
+InfiniGen's skew (arXiv 2406.19707, section 4), by the moments of queries and keys, both summed over the prompts.
+- DuoAttention's gates, one per KV head, by optimisation (arXiv 2410.10819, section 2.2):
 
-      out_h = gate_h full_h + (1 - gate_h) near_h      loss = mean |H - H'|^2 + 0.05 mean gate
+    out_h = gate_h full_h + (1 - gate_h) near_h      loss = mean |H - H'|^2 + 0.05 mean gate
 
-  full is attention to everything and near that to sinks and window; H and H' are the last hidden states at the answer
-  of a passage, of the model as it is and with gates. Weights stay as they are. Gates begin at 1 and stay within 0 and
-  1. The passages are the built-in ones, needles in a long text that a question asks for, in the place of the paper's
-  ten passkeys; each is gone over `ROUNDS` times, in one pass of the model forward and backward, 16 passages thus 320
-  times where the paper takes 2,000. Near is what the profile's sinks and window are; the paper's gates have twice the
-  sinks.
+Here full is attention to everything and near attention to sinks and window; H and H' are the last hidden states at the
+answer of a passage, of the original model and with gates. Weights do not change. Gates begin at 1 and stay within 0 and
+1. The passages are the built-in ones, needles in a long text with a question about them, instead of the paper's ten
+passkeys. Each is used `ROUNDS` times, in one forward and backward pass of the model: 320 passes for 16 passages, where
+the paper takes 2,000. The profile's sinks and window define near; the paper's gates have twice the sinks.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class TensorFinder(PrefillConsumer, ABC):
         self.layers = {layer.index: layer for layer in layers if layer.window is None}
 
     def read(self, engine: Engine, passage: Passage, advance: Callable[[int], None]) -> None:
-        """Read a passage, all of it as one prompt.
+        """Read a whole passage as one prompt.
 
         Raises:
             KvcliError: NaN or infinity in the model's logits.
@@ -86,7 +85,7 @@ class TensorFinder(PrefillConsumer, ABC):
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """A target that ends in a file: the setting that names the file, its default method, and what finds its tensors."""
+    """A target that ends in a file: the setting that names the file, its default method, and its finder."""
 
     name: str
     method: str
@@ -123,13 +122,13 @@ def eighths(width: int) -> list[int]:
 
 
 def layer_table(title: str, columns: Iterable[str], cells: Iterable[tuple[int, Sequence[str]]]) -> tuple[str, Table]:
-    """Tabulate cells by layer; a layer that has fewer of them than others has "-" for the rest."""
+    """Tabulate cells by layer; a layer with fewer cells than others has "-" for the rest."""
     heads = ("layer", *columns)
     return title, Table(heads, [(f"{layer}", *own, *["-"] * (len(heads) - 1 - len(own))) for layer, own in cells])
 
 
 class Heads(TensorFinder):
-    """One tensor, `heads`: bool [layers, KV heads]."""
+    """Finds one tensor, `heads`: bool [layers, KV heads]."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
         super().__init__(profile, layers)
@@ -179,7 +178,7 @@ class MomentFinder(TensorFinder):
     """Finds an orthogonal matrix [Hk, d, d] of every layer, the strongest columns first."""
 
     title: str
-    """What the first columns hold a part of."""
+    """Describes the quantity whose share the first columns hold."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
         super().__init__(profile, layers)
@@ -192,7 +191,7 @@ class MomentFinder(TensorFinder):
 
     @abstractmethod
     def strength(self, layer: int, matrix: Tensor) -> Tensor:
-        """Return what each column holds, [Hk, d]."""
+        """Return the strength of each column, [Hk, d]."""
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -210,7 +209,7 @@ class MomentFinder(TensorFinder):
 
 
 class Axes(MomentFinder):
-    """Principal axes of the keys."""
+    """Finds principal axes of the keys."""
 
     title = "Variance of the keys within the first axes"
 
@@ -229,7 +228,7 @@ class Axes(MomentFinder):
 
 
 class Skew(MomentFinder):
-    """Directions in which queries and keys are long together."""
+    """Finds directions in which queries and keys are both long."""
 
     title = "Product of queries and keys within the first columns"
 
@@ -260,7 +259,7 @@ LEARNING_RATE, SPARSITY = 0.02, 0.05  # of AdamW, and of the gates' mean in the 
 
 
 class Gates(TensorFinder):
-    """One tensor, `gates`: fp32 [layers, KV heads]; 0 where a layer has no such head, 1 in sliding-window layers."""
+    """Finds one tensor, `gates`: fp32 [layers, KV heads]; 0 if a layer has no such head, 1 in sliding-window layers."""
 
     def __init__(self, profile: Profile, layers: Sequence[LayerGeometry]):
         super().__init__(profile, layers)
@@ -297,7 +296,7 @@ class Gates(TensorFinder):
         advance(engine.depth * passage.capacity)
 
     def _last_hidden(self, engine: Engine, ids: Sequence[int], count: int, gates: Tensor) -> Tensor:
-        """Run tokens through the model -> what its output layer is given for the last `count` of them, [count, D]."""
+        """Run tokens through the model -> the output layer's inputs for the last `count` of them, [count, D]."""
         seen: list[Tensor] = []
         config = self.profile.settings
         assert isinstance(config, DuoAttentionConfig)
@@ -333,9 +332,9 @@ class Gates(TensorFinder):
 
 
 def gated_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, gate: Tensor, sink: int, window: int) -> Tensor:
-    """Causal attention of a prompt: `gate` [Hk] of it to everything, the rest to sinks and window -> [H, n, d].
+    """Attend causally over a prompt: the part `gate` [Hk] to everything, the rest to sinks and window -> [H, n, d].
 
-    q [H, n, d], k and v [Hk, n, d]. In the reference's torch, so that gradients pass.
+    q [H, n, d], k and v [Hk, n, d]. Uses the torch reference, so that gradients pass.
     """
     heads, n, groups = len(k), q.shape[1], len(q) // len(k)
     token = torch.arange(n, device=q.device)

@@ -1,1 +1,1 @@
-"""How good answers are: tasks, scorers, and the table of several methods and budgets."""
+"""Evaluation of answers: tasks, scorers, and the table of several methods and budgets."""

@@ -1,4 +1,4 @@
-"""One evaluation from its options to its table: load a model, ask, count."""
+"""Run an evaluation from its options to its table: load a model, ask, score."""
 
 import platform
 from collections.abc import Sequence
@@ -25,17 +25,17 @@ from kvcli.telemetry.observer import Observer
 
 
 def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
-    """Ask every variant every example. Ctrl-C after the first is no error: the table says that it is not complete.
+    """Ask every variant every example. Ctrl-C after the first is not an error: the table is then marked incomplete.
 
     Raises:
         KvcliError: the model cannot be loaded, a task is unknown or does not fit the model's positions (usage), a
-            profile is another model's (usage), a variant will not fit (exit code 3), the predictions are another
-            run's (usage).
+            profile is another model's (usage), a variant will not fit (exit code 3), the predictions are another run's
+            (usage).
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
     most = min(filter(None, (plan.max_length, checkpoint.geometry.max_positions)), default=None)
-    # What the chat template puts around a message is part of a prompt's length.
+    # The text that the chat template adds around a message is part of a prompt's length.
     frame = len(encode(Prompt("frame", "x"), plan.template, checkpoint.tokenizer))
     frame -= suite.count_tokens(checkpoint.tokenizer, "x")
     cells = suite.Suite(plan, checkpoint.tokenizer, frame, most).cells()
@@ -66,7 +66,7 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
 def _together(plan: EvaluationPlan, cells: Sequence[Cell]) -> int:
     """Count the sequences that may share a disk's cache: the samples that one variant answers with, and prompts.
 
-    Those are what the other variants have read, and what the answering one copies for further questions on it.
+    The prompts are those that the other variants have read, and that the answering one copies for further questions.
     """
     using = sum(variant.profile.settings.on_host for variant in plan.variants)
     copied = any(cell.series for cell in cells)
@@ -104,7 +104,7 @@ def _longest(cells: Sequence[Cell]) -> int:
 def _configuration(plan: EvaluationPlan, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what two runs must have in common to share a file of predictions."""
     sampling = {key: getattr(plan.sampling, key) for key in ("seed", "temperature", "top_p", "num_samples")}
-    # Left out where they are off, as in the files of runs from before there were such options.
+    # Left out when off, as in the files of runs from before these options existed.
     sampling |= {key: value for key in ("top_k", "min_p") if (value := getattr(plan.sampling, key))}
     return {
         "model": checkpoint.name,

@@ -19,8 +19,8 @@ _SOURCE = "example"
 class Example:
     """A prompt and the references of its answer.
 
-    `prompt` is the whole message, `question` the part of it behind the document, for methods that look at it first.
-    `metric` names a scorer of `scorers.SCORERS`; `choices` are what a classification chooses from.
+    `prompt` is the whole message, `question` the part after the document, for methods that look at it first. `metric`
+    names a scorer of `scorers.SCORERS`; `choices` are the classes of a classification.
     """
 
     prompt: str
@@ -34,16 +34,17 @@ class Example:
     raw: bool = False
     """Whether the benchmark leaves the chat template out."""
     answer_prefix: str = ""
-    """How the answer begins: part of the prompt, behind the chat template."""
+    """The beginning of the answer: part of the prompt, after the chat template."""
     whole: bool = False
-    """Whether the prompt is never cut: unless its length is asked for, the answer gets the room that is left."""
+    """Whether the prompt is never cut: the answer gets the room that is left, unless its length is given."""
     turns: tuple[tuple[str, str], ...] = ()
-    """What follows on the prompt and is given before the answer that counts: the prompt's right answer and the next
-    question, that one's, and so on."""
+    """Text given after the prompt and before the answer that counts: the prompt's right answer and the next
+    question, that one's answer, and so on.
+    """
     shared: str = ""
-    """The beginning of the prompt that is read before its question is known; the rest is given token by token."""
+    """The beginning of the prompt that is read before its question is known; the rest is fed token by token."""
     continuation: str | None = None
-    """A text that is fed token by token instead of generating one; its likelihood, or how close it is, counts."""
+    """A text that is fed token by token instead of generating one; its likelihood, or its closeness, counts."""
 
 
 def conversation(said: Sequence[tuple[str, str]], last: str) -> tuple[str, tuple[tuple[str, str], ...]]:
@@ -57,10 +58,10 @@ def conversation(said: Sequence[tuple[str, str]], last: str) -> tuple[str, tuple
 
 @dataclass(frozen=True)
 class Cell:
-    """Examples that share a figure of the table: `size` of one task, of one length and depth where those are chosen.
+    """Examples that share a figure of the table: `size` of one task, of one length and depth if those are chosen.
 
-    `length` is tokens of a prompt. Examples are made one at a time, when their turn has come, by `make`. Those of cells
-    of one `series` may have their prompts in common, by their number.
+    `length` is tokens of a prompt. `make` makes an example when its turn comes. Examples of the same number in cells of
+    one `series` may share their prompts.
     """
 
     task: str
@@ -80,9 +81,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt and its question in tokens, the number of tokens cut out of the middle, and what follows.
+    """A prompt and its question in tokens, the number of tokens cut out of the middle, and the tokens that follow.
 
-    `turns` are the tokens of turns that are given before the answer. `fed` are those of a continuation, empty where the
+    `turns` are the tokens of turns that are given before the answer. `fed` are those of a continuation, empty if the
     answer is to be generated; `max_tokens` bounds either.
     """
 
@@ -95,7 +96,7 @@ class Encoded:
 
     @property
     def room(self) -> int:
-        """Tokens behind the prompt, at most."""
+        """The most tokens after the prompt."""
         return len(self.turns) + self.max_tokens
 
 
@@ -108,11 +109,11 @@ def encode_example(
 ) -> Encoded:
     """Tokenise an example; a prompt that leaves no room within `max_length` for the answer loses its middle.
 
-    As LongBench (its pred.py) does: the first and the last tokens stay, in equal parts, before the chat template comes
+    As in LongBench (its pred.py), the first and the last tokens stay, in equal parts, before the chat template is added
     around them.
 
     Raises:
-        KvcliError: the answer alone is too long, or with a prompt that is not to be cut (usage).
+        KvcliError: the answer alone is too long, or together with a prompt that is not to be cut (usage).
     """
     fed = _bare(example.continuation, tokenizer) if example.continuation is not None else []
     room = len(fed) or max_tokens or example.max_tokens
@@ -146,7 +147,7 @@ def encode_example(
 
 
 def _turns(example: Example, template: Template, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """Token ids of the turns behind a prompt's `ids`, up to where the answer begins."""
+    """Return the token ids of the turns after a prompt's `ids`, up to where the answer begins."""
     if template.raw or tokenizer.chat_template is None:
         return _bare("".join(f" {answer}{SEPARATOR}{question}" for answer, question in example.turns), tokenizer)
     said = [

@@ -1,7 +1,7 @@
-r"""The final answer of a text that reasons, and whether it is right: 1 or 0, without an answer 0.
+r"""Score the final answer of a text that reasons: 1 if it is right, else 0, also without an answer.
 
-The answer is what the last whole \boxed{...} holds; where there is none, the line that the last "answer" begins. Of a
-text with thoughts in tags only what follows on them counts.
+The answer is the content of the last complete \boxed{...}, or else the rest of the line after the last "answer". If
+thoughts are in tags, only the text after them counts.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 _THOUGHT = "</think>"
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is a part of the answer
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is part of the answer
 _SAID = re.compile(r"\banswer\b(?:\s+is\b)?[\s:*]*", re.IGNORECASE)
 _NUMBER = re.compile(r"(?:(?<!\w)-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?![0-9])")
 _STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit|boldsymbol)\s*\{([^{}]*)\}")
@@ -24,9 +24,9 @@ _PATIENCE = 5  # seconds to read an answer, and to compare it: models write towe
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what the last whole \boxed{...} of a text holds, braces within braces included; None without one.
+    r"""Return the content of the last complete \boxed{...} of a text, with inner braces; None without one.
 
-    Of boxes in a box it is the innermost.
+    Of nested boxes it is the innermost.
     """
     opened: list[int | None] = []  # where the content of a box begins, None for other braces
     found, begun = None, -1
@@ -47,13 +47,15 @@ def said(text: str) -> str:
 
 
 def same_mathematics(text: str, reference: str, load: Callable[[], Any]) -> float:
-    """Whether the answer and the reference, LaTeX, are the same to the library that `load` gives: math-verify."""
+    """Tell whether the answer and the reference, LaTeX, are equal for the library that `load` returns: math-verify."""
     inside = boxed(text := _after_thoughts(text))
     if not (answer := said(text) if inside is None else _as_formula(inside)):
         return 0.0
     library = load()
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot read is a wrong answer, no news
-    # It keeps time by a signal, which only the main thread gets.
+    logging.getLogger("math_verify").setLevel(
+        logging.CRITICAL
+    )  # what it cannot read is a wrong answer, not worth a message
+    # It keeps time by a signal, which only the main thread receives.
     patience = _PATIENCE if threading.current_thread() is threading.main_thread() else None
     latex = [library.LatexExtractionConfig()]
     forms = latex if inside is not None else [*latex, library.ExprExtractionConfig()]
@@ -63,7 +65,7 @@ def same_mathematics(text: str, reference: str, load: Callable[[], Any]) -> floa
 
 
 def final_integer(text: str, reference: str) -> float:
-    """Whether the answer is the integer wanted: all that the box holds but units, or the last number that is said."""
+    """Tell whether the answer is the right integer: the whole content of the box except units, or the last number."""
     inside = boxed(text := _after_thoughts(text))
     if inside is None:
         *_, number = ["", *_NUMBER.findall(said(text))]
@@ -78,7 +80,7 @@ def final_integer(text: str, reference: str) -> float:
 
 
 def final_letter(text: str, reference: str) -> float:
-    """Whether the first letter from A to D that stands alone in the answer is the one wanted."""
+    """Tell whether the first letter from A to D that stands alone in the answer is the right one."""
     inside = boxed(text := _after_thoughts(text))
     found = _LETTER.search(said(text) if inside is None else re.sub(r"\\[a-zA-Z]+|[{}]", " ", inside))
     return float(found is not None and found[0] == reference)

@@ -1,30 +1,30 @@
-"""Local files of benchmarks: rows of JSONL, CSV or Parquet, whose fields say which benchmark it is.
+"""Local files of benchmarks: rows of JSONL, CSV or Parquet, whose fields tell which benchmark it is.
 
 | fields | benchmark |
 |---|---|
 | `input`, `outputs` | RULER, also the rows of `python -m kvcli.quality.tasks` |
 | `context`, `input`, `answers`, `dataset` | LongBench v1 |
 | `context`, `question`, `choice_A` to `choice_D`, `answer` | LongBench v2 |
-| `context`, `input`, `answer`, `options` | InfiniteBench; the file's name says which of its tasks |
-| `context`, `multi_turns` | SCBench; the file's name says which of its tasks |
+| `context`, `input`, `answer`, `options` | InfiniteBench; the file's name is that of its task |
+| `context`, `multi_turns` | SCBench; the file's name is that of its task |
 | `problem`, `answer`, `unique_id` or `subject` | MATH500 |
 | `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME |
 | `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA |
-| `context`, `question`, `answer` | any other; `metric` may name a scorer, else it is the F1 of words |
+| `context`, `question`, `answer` | any other; `metric` may name a scorer, by default the F1 of words |
 
-lm-evaluation-harness has tasks of the same names, but it reads them from the hub alone, asks InfiniteBench in its
+lm-evaluation-harness has tasks of the same names, but it reads them only from the hub, runs InfiniteBench with its
 prompts for chat models and LongBench v2 by the likelihood of four letters. Here the files are local, the prompts are
-the benchmarks' own for open models, and every answer is generated, which is what a KV-cache method takes part in.
+the benchmarks' own for open models, and every answer is generated, since that is where a KV-cache method acts.
 
-MATH500 is the 500 problems of MATH (arXiv 2103.03874) that arXiv 2305.20050 tests on, AIME the competition's problems
-of a year, as several data sets have them, GPQA that of arXiv 2311.12022. They come without prompts; what is asked
-stands in `reasoning.toml`.
+MATH500 is the 500 problems of MATH (arXiv 2103.03874) on which arXiv 2305.20050 tests, AIME the competition's problems
+of a year, as several data sets have them, GPQA that of arXiv 2311.12022. They come without prompts, which are in
+`reasoning.toml`.
 
 SCBench asks several queries on one long context, turn after turn or each on its own (arXiv 2412.10319, section 3). In
-turns, a query stands behind the right answers to those before it. As requests, nothing but the context is read
-beforehand: a method prunes or indexes it without knowing what will be asked, and every query finds it as the others
-did. Each query is a task of its own, "NAME turn 2" or "NAME request 2". Left out are the tasks that repeat functions of
-a repository: a parser of six programming languages scores them.
+turns, a query follows the right answers to those before it. As requests, only the context is read beforehand: a method
+prunes or indexes it without knowing the questions, and every query finds it in the same state. Each query is a task of
+its own, "NAME turn 2" or "NAME request 2". The tasks that repeat functions of a repository are left out: a parser of
+six programming languages scores them.
 """
 
 import csv
@@ -64,7 +64,7 @@ Text = Annotated[str, AfterValidator(_not_blank)]
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    """One answer or a list of them, strings or numbers, as strings; empty where it is anything else."""
+    """Return one answer or a list of them, strings or numbers, as strings; empty for anything else."""
     entries = value if isinstance(value, list) else [value]
     if len(entries) == 1 and isinstance(entries[0], list):  # InfiniteBench's math_calc
         entries = entries[0]
@@ -83,20 +83,20 @@ Options = Annotated[tuple[str, ...], BeforeValidator(_strings)]
 
 
 class BenchmarkRow(BaseModel, ABC):
-    """A row of a benchmark's file, of which the fields that are used are declared."""
+    """A row of a benchmark's file; only the fields in use are declared."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     @abstractmethod
     def example(self, path: Path) -> tuple[str, Example]:
-        """Make an example of the row of the file `path`; returns the name of its task as well.
+        """Make an example of the row of the file `path`; return it with the name of its task.
 
         Raises:
             ValueError: the row holds a field in a form that its benchmark does not have; the message says which.
         """
 
     def examples(self, path: Path, requests: bool = False) -> Iterator[tuple[str, Example]]:
-        """Make the examples of the row, one where it has a single question; each with the name of its task.
+        """Make the examples of the row, one if it has a single question; each with the name of its task.
 
         Raises:
             KvcliError: the row has no queries that could be `requests` (usage).
@@ -108,7 +108,7 @@ class BenchmarkRow(BaseModel, ABC):
 
     @classmethod
     def missing(cls, row: Mapping[str, Any]) -> int:
-        """Count the fields that such a row must have and this one has under none of their names."""
+        """Count the required fields that this row has under none of their names."""
         wanted = {name: field.validation_alias for name, field in cls.model_fields.items() if field.is_required()}
         names = [
             alias.choices if isinstance(alias, AliasChoices) else [alias or name] for name, alias in wanted.items()
@@ -117,13 +117,13 @@ class BenchmarkRow(BaseModel, ABC):
 
 
 def named(path: Path) -> str:
-    """Name a task by its file, or by the folder of one that is called as a part of a data set is."""
+    """Name a task after its file, or after the folder of a file that is named like a split of a data set."""
     stem = path.stem.partition("-0000")[0]  # test-00000-of-00001.parquet
     return (path.parent.name or stem) if stem in _SPLITS else stem
 
 
 def table_entry(benchmark: str, task: str) -> dict[str, Any]:
-    """Look up what a benchmark's table says of a task.
+    """Look up a task in a benchmark's table.
 
     Raises:
         KvcliError: it has no such task (usage).
@@ -137,7 +137,7 @@ def table_entry(benchmark: str, task: str) -> dict[str, Any]:
 
 
 def four_options(answer: str, options: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Name the options of a choice for a prompt; returns also the right one's text and its letter.
+    """Name the options of a choice for a prompt; return also the right one's text and its letter.
 
     Raises:
         ValueError: they are not four, or the answer is neither one of them nor a letter.
@@ -164,7 +164,7 @@ def found(pattern: str, text: str) -> str:
 def example_of(
     entry: Mapping[str, Any], values: Mapping[str, str], references: tuple[str, ...], choices: tuple[str, ...] = ()
 ) -> Example:
-    """Fill a prompt in; the question is what stands behind the document."""
+    """Fill in a prompt; the question is the part after the document."""
     prompt: str = entry["prompt"]
     return Example(
         prompt=prompt.format(**values),
@@ -188,7 +188,7 @@ _LETTERS = "ABCD"
 
 
 def _integer(value: object) -> str:
-    """An AIME answer, a number or its digits, perhaps of an angle: the number without leading zeros."""
+    """Parse an AIME answer, a number or its digits, perhaps of an angle, into digits without leading zeros."""
     found = re.fullmatch(r"\$?0*([0-9]{1,3})(?:\^\{?\\circ\}?)?\$?", str(value).strip())
     if found is None or not isinstance(value, int | str) or isinstance(value, bool):
         raise ValueError("is no integer from 0 to 999, as AIME's answers are")
@@ -196,7 +196,7 @@ def _integer(value: object) -> str:
 
 
 class MathRow(BenchmarkRow):
-    """MATH500: an answer in LaTeX, and what no problem of AIME has: a subject, or the place in MATH."""
+    """MATH500: an answer in LaTeX, and a field that AIME's problems lack: a subject, or the place in MATH."""
 
     problem: Text
     answer: Text
@@ -219,7 +219,7 @@ class AimeRow(BenchmarkRow):
 
 
 class GpqaRow(BenchmarkRow):
-    """GPQA: four choices, in an order that the question's text alone decides, so that a row is always asked alike."""
+    """GPQA: four choices, in an order that depends only on the question's text, so that a row is always asked alike."""
 
     question: Annotated[Text, Field(alias="Question")]
     right: Annotated[Text, Field(alias="Correct Answer")]
@@ -245,7 +245,7 @@ _Context = Annotated[Text, BeforeValidator(lambda value: str(value) if isinstanc
 
 
 class ScBenchQuery(BaseModel):
-    """One query with its answer; in a file of mixed tasks it says which `task` it is."""
+    """One query with its answer; in a file of mixed tasks it names its `task`."""
 
     input: Text
     answer: Answers
@@ -288,7 +288,7 @@ class ScBenchRow(BenchmarkRow):
             said.append((example.question, " ".join(query.answer)))
 
     def _asked(self, task: str, query: ScBenchQuery) -> Example:
-        """A query on its own."""
+        """Make the example of a query on its own."""
         entry = table_entry("scbench", query.task or task)
         values, references = {"context": self.context, "input": query.input}, query.answer
         if entry["metric"] == "choice":
@@ -427,17 +427,17 @@ _FORMATS: tuple[type[BenchmarkRow], ...] = (
     ScBenchRow,
     MathRow,
     GpqaRow,
-    AimeRow,  # the fewest fields: what is another benchmark's row as well is that one's
+    AimeRow,  # the fewest fields: a row that also fits another benchmark belongs to that one
 )
 
 
 def read_examples(path: Path, requests: bool = False) -> dict[str, list[Example]]:
-    """Read a file; returns the examples of each task in it, in order.
+    """Read a file; return the examples of each task in it, in order.
 
-    Of rows with several queries each is a task of its own, in turns, or as `requests` of their own.
+    Each query of a row with several is a task of its own, in turns, or as separate `requests`.
 
     Raises:
-        KvcliError: there is no such file, it is no text, a row is no JSON object or lacks a field (its number is
+        KvcliError: there is no such file, it is not text, a row is not a JSON object or lacks a field (its number is
             named), the file holds no examples, a task or metric is not known (usage).
     """
     tasks: dict[str, list[Example]] = {}
@@ -468,11 +468,11 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read a file; gives each row and where it stands, "line 3" or "row 3".
+    """Read a file; return each row and its place, "line 3" or "row 3".
 
     Raises:
-        KvcliError: there is no such file, it is not of its form, a row is none (its place is named), what reads it is
-            not installed (usage).
+        KvcliError: there is no such file, it does not have its form, a row is malformed (its place is named), its
+            reader is not installed (usage).
     """
     suffix = path.suffix.lower()
     if suffix == ".parquet":
@@ -497,7 +497,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows are counted without the header; those of several lines are one."""
+    """Yield the rows, counted without the header; a row of several lines counts as one."""
     hint = "the first row names the columns, every other one has a field for each"
     number = 0
     try:

@@ -3,8 +3,8 @@
     import kvcli.quality.eval.harness  # registers the model by the name of kvcli
     lm_eval.simple_evaluate("kvcli", {"pretrained": "DIR", "method": "freekv", "budget": 2048}, tasks=["ruler"])
 
-Needs the extra `lm-eval`. Tasks that compare likelihoods of given answers are refused: they score a prompt as it is
-read, and what a method does when it decodes would not show.
+Needs the extra `lm-eval`. Tasks that compare likelihoods of given answers are refused: they score a prompt while it is
+read, so they would not show what a method does during decoding.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
     """A checkpoint with a method or profile; further arguments are the method's settings.
 
     Raises:
-        KvcliError: what `open_checkpoint` and `resolve_profile` raise; a profile of another model (usage).
+        KvcliError: as for `open_checkpoint` and `resolve_profile`; a profile of another model (usage).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
 
     def _encode(self, context: str) -> list[int]:
         tokenizer = self.model.tokenizer
-        # A chat template that was applied to text has spelled the first token already.
+        # A chat template that was applied to text has already written the first token.
         spelled = bool(tokenizer.bos_token) and context.startswith(str(tokenizer.bos_token))
         ids = list(tokenizer(context, add_special_tokens=not spelled, verbose=False)["input_ids"])
         if not ids:
@@ -86,7 +86,7 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
         return ids
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:  # noqa: ARG002
-        """Refuse; the module says why.
+        """Refuse, for the reason in the module's docstring.
 
         Raises:
             KvcliError: always (usage).
@@ -94,7 +94,7 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
         raise _not_generating()
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:  # noqa: ARG002
-        """Refuse; the module says why.
+        """Refuse, for the reason in the module's docstring.
 
         Raises:
             KvcliError: always (usage).
@@ -103,15 +103,15 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness keys its caches by."""
+        """The key of the harness's caches."""
         return self.model.name
 
     def chat_template(self, chat_template: bool | str = False) -> str:  # noqa: ARG002
-        """The template itself, for the harness's records."""
+        """Return the template itself, for the harness's records."""
         return str(self.model.tokenizer.chat_template or "")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Spell a conversation as the model was taught to."""
+        """Render a conversation by the model's chat template."""
         return str(
             self.model.tokenizer.apply_chat_template(
                 chat_history, tokenize=False, add_generation_prompt=add_generation_prompt

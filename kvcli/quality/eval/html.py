@@ -1,4 +1,4 @@
-"""A table of results as one HTML page: scores, heat maps, costs and where they come from."""
+"""A table of results as one HTML page: scores, heat maps, costs and their origin."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from kvcli.ui.html import Page, chart_of, coloured, heat_map, labelled
 from kvcli.ui.summary import HeatMap, Table
 
 _MARK = 0.014  # width of a mark as a part of the axis
-_AXES: tuple[tuple[str, str, Literal["log", "symlog"]], ...] = (  # costs differ by a hundred times, and may be nothing
+_AXES: tuple[tuple[str, str, Literal["log", "symlog"]], ...] = (  # costs differ by a hundred times, and may be zero
     ("attended", "tokens attended per KV head and step", "log"),
     ("device", "KV on the device, MiB", "log"),
     ("moved", "KiB moved to the device a step", "symlog"),
     ("step", "time of a step, ms", "log"),
 )
-_FEW = 6  # methods whose table a reader takes in at once; of more it stands below a map and the charts
+_FEW = 6  # methods whose table a reader takes in at once; a table of more follows a map and the charts
 _LOW = 60  # per cent, below which the axis of scores starts at 0
 
 
@@ -100,7 +100,7 @@ def _trade(rows: Sequence[dict[str, Any]]) -> alt.Chart:
     bottom = 0 if lowest < _LOW else 10 * math.floor((lowest - 1) / 10)  # scores that are all high fill the chart
     points: alt.Chart = (
         chart_of(_apart(rows, 100 - bottom))
-        .mark_point(size=80, strokeWidth=2)  # outlines, which stay visible one above the other
+        .mark_point(size=80, strokeWidth=2)  # outlines, which stay visible on top of each other
         .encode(
             x=alt.X(
                 "shown:Q",
@@ -149,7 +149,7 @@ def _curve(rows: Sequence[dict[str, Any]], figure: str, title: str, scale: Liter
 
 
 def _apart(rows: Sequence[dict[str, Any]], height: float) -> list[dict[str, Any]]:
-    """Give each row the place `shown` on the axis of tokens: side by side where several would cover each other."""
+    """Give each row the place `shown` on the axis of tokens: next to each other if several would overlap."""
     span = max(math.log2(max(row["attended"] for row in rows) / min(row["attended"] for row in rows)), 1.0)
     places: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:

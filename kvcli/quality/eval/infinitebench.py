@@ -10,23 +10,23 @@ from kvcli.quality.eval.final_answer import LETTERS
 
 
 def first_integer(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Whether the first run of digits is the reference (passkey, number_string)."""
+    """Tell whether the first run of digits is the reference (passkey, number_string)."""
     found = re.search(r"[0-9]+", text)
     return float(found is not None and found[0] == references[0])
 
 
 def word(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Whether the reference is a word of the text (kv_retrieval)."""
+    """Tell whether the reference is a word of the text (kv_retrieval)."""
     return float(references[0] in _spaced(text, "\n:\"'.,?!{}").split())
 
 
 def name(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Whether the reference, in capitals, is a word of the text in capitals (longdialogue_qa_eng)."""
+    """Tell whether the reference, in capitals, is a word of the text in capitals (longdialogue_qa_eng)."""
     return float(references[0] in _spaced(text, "\n:\"'.,?!{}").upper().split())
 
 
 def last_integer(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Whether the last word is the number wanted (code_run)."""
+    """Tell whether the last word is the right number (code_run)."""
     parts = _spaced(text, "\n.`'\":").split()
     try:
         return float(bool(parts) and int(parts[-1]) == int(references[0]))
@@ -35,7 +35,7 @@ def last_integer(text: str, references: Sequence[str], _: Sequence[str]) -> floa
 
 
 def first_number(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Whether the first number is the one wanted; a fraction is not, where a whole number is (math_find)."""
+    """Tell whether the first number is the right one; a fraction is wrong if the reference is whole (math_find)."""
     found = re.search(r"\d+\.\d+|\d+", text)
     if found is None or ("." in found[0] and "." not in references[0]):
         return 0.0
@@ -43,7 +43,7 @@ def first_number(text: str, references: Sequence[str], _: Sequence[str]) -> floa
 
 
 def leading_integers(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Share of the wanted numbers that come before the first wrong one (math_calc)."""
+    """Return the share of the right numbers that come before the first wrong one (math_calc)."""
     # As text without leading zeros: a model may write more digits than Python turns into a number.
     found = [digits.lstrip("0") or "0" for digits in re.findall(r"[0-9]+", text)]
     right = 0
@@ -55,7 +55,7 @@ def leading_integers(text: str, references: Sequence[str], _: Sequence[str]) -> 
 
 
 def choice(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Whether the letter that begins the text, or else the one it announces or first names, is right."""
+    """Tell whether the letter that begins the text, or else the one it announces or first names, is right."""
     text = text.strip()
     if not text:
         return 0.0
@@ -72,7 +72,7 @@ def choice(text: str, references: Sequence[str], _: Sequence[str]) -> float:
 
 
 def function_choice(text: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """Whether the text begins with the right letter, or announces it or the function's name (code_debug)."""
+    """Tell whether the text begins with the right letter, or announces it or the function's name (code_debug)."""
     function, letter = references
     text = text.strip()
     if text[:2] in (f"{letter}.", f"{letter}:"):
@@ -93,7 +93,7 @@ def _single_spaced(text: str) -> str:
 
 
 def _after(text: str, prefixes: Sequence[str]) -> str | None:
-    """What follows the first of `prefixes` that the text has, and the character behind it."""
+    """Return the text after the first of `prefixes` that it has, and after the next character."""
     for prefix in prefixes:
         at = text.find(prefix)
         if at >= 0:

@@ -11,11 +11,11 @@ from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, Varia
 from kvcli.ui.summary import HeatMap, Table, duration, percent, size_text, without_empty_columns
 
 COST = "cost"
-"""What the titles of the tables of costs begin with."""
+"""The beginning of the titles of the tables of costs."""
 
 
 def tables(table: EvaluationTable) -> list[tuple[str, Table]]:
-    """Return scores and costs of each length, one variant a row, and pass@k where there are several samples."""
+    """Return scores and costs of each length, one variant per row, and pass@k if there are several samples."""
     found = []
     for length in dict.fromkeys(result.length for result in table.results):
         everything = [result for result in table.results if result.length == length]
@@ -42,11 +42,11 @@ class Overview:
 
     @property
     def repeated(self) -> bool:
-        """Whether a mean stands at several places."""
+        """Whether a mean occurs at several places."""
         return any(len(set(map(id, row))) < len(row) for row in self.means.values())
 
     def heat_map(self) -> HeatMap:
-        """Draw the means, a method a row."""
+        """Draw the means, one method per row."""
         columns = [
             ", ".join(f"{number:,}" for number in place if number is not None) or "files" for place in self.places
         ]
@@ -55,7 +55,7 @@ class Overview:
 
 
 def overview(table: EvaluationTable) -> Overview:
-    """Average the tasks, but for texts that are fed."""
+    """Average the tasks, except for texts that are fed."""
     found: dict[tuple[str, int | None, int | None], Estimate] = {}
     lengths = list(dict.fromkeys(result.length for result in table.results))
     for length, variant in product(lengths, table.variants):
@@ -74,7 +74,7 @@ def overview(table: EvaluationTable) -> Overview:
 
 
 def heat_maps(table: EvaluationTable) -> list[HeatMap]:
-    """Return one map a variant; none where the run has no needle grid."""
+    """Return one map per variant; none if the run has no needle grid."""
     grid = [result for result in table.results if result.depth is not None]
     depths = sorted({result.depth for result in grid if result.depth is not None})
     lengths = sorted({result.length for result in grid if result.length is not None})

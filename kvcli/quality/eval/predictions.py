@@ -1,4 +1,4 @@
-"""Answers with their scores, a line of JSON each, in a file that only grows: an interrupted run goes on from it."""
+"""Answers with their scores, a line of JSON each, in a file that only grows: an interrupted run continues from it."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from kvcli.errors import ExitCode, KvcliError, first_problem
 from kvcli.inputs.line_file import LineFile, not_ours
 
 Key = tuple[str, int | None, float | None, int, str, int]
-"""Task, length, depth, index, variant, sample: what a prediction is of."""
+"""Task, length, depth, index, variant and sample of a prediction."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -24,13 +24,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Prediction:
-    """One answer of one variant, its score, and what it took.
+    """One answer of one variant, its score, and its cost.
 
-    `attended` is the mean over decode steps, KV heads and the layers that a method retrieves in of the tokens read;
-    `attended_share` the part of all KV that was read, over all layers. Bytes are those at the end, `bytes_to_device`
-    what the decode moved. For a continuation that was fed, `nll` is the sum of its tokens' negative log-likelihoods
-    in nats. Where it was compared with full attention, `kl` and `nll_gap` are means over its tokens, in nats,
-    `same_top` is the share of tokens at which both say the same, and nothing was timed.
+    `attended` is the mean number of tokens read, over decode steps, KV heads and the layers in which a method
+    retrieves; `attended_share` the part of all KV that was read, over all layers. Bytes are those at the end,
+    `bytes_to_device` the traffic of the decode. For a continuation that was fed, `nll` is the sum of its tokens'
+    negative log-likelihoods in nats. If it was compared with full attention, `kl` and `nll_gap` are means over its
+    tokens, in nats, `same_top` is the share of tokens with the same likeliest token, and nothing was timed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")  # of a line that is read
@@ -66,7 +66,7 @@ class Prediction:
 
     @property
     def key(self) -> Key:
-        """What the prediction is of."""
+        """The prediction's place in a run."""
         return self.task, self.length, self.depth, self.index, self.variant, self.sample
 
 
@@ -85,19 +85,19 @@ _START = b'{"kvcli_eval"'
 
 
 def digest(configuration: dict[str, Any]) -> str:
-    """Return twelve hexadecimal digits over plain data."""
+    """Hash plain data into twelve hexadecimal digits."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Predictions:
-    """The predictions of a run, by key; kept in `path` where there is one.
+    """The predictions of a run, by key; kept in `path` if one is given.
 
     The file's first line holds the configuration of the run. An unfinished last line is cut off, the lines before it
-    are taken over. To be used as a context manager.
+    are kept. To be used as a context manager.
 
     Raises:
-        KvcliError: the file belongs to a run of other models, tasks or settings, or is no file of predictions (usage);
-            it cannot be read or written.
+        KvcliError: the file belongs to a run of other models, tasks or settings, or is not a file of predictions
+            (usage); it cannot be read or written.
     """
 
     def __init__(self, path: Path | None, configuration: dict[str, Any]):
@@ -136,7 +136,7 @@ class Predictions:
         self.found.update((prediction.key, prediction) for prediction in new)
 
     def _read(self, file: LineFile) -> None:
-        """Take over what is there, or begin with the header."""
+        """Load the existing predictions, or begin with the header."""
         lines = list(file.lines())
         file.end_after(sum(map(len, lines)))
         if not lines:

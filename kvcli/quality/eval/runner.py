@@ -1,10 +1,10 @@
-"""Asking: every example is read once for all variants with exact prefill, then answered by each on its own.
+"""Ask examples: each is read once for all variants with exact prefill, then answered by each on its own.
 
 Several questions on one document are examples with the same prompt, which is read once for all of them: each is
-answered by a copy of what the method made of it.
+answered by a copy of the method's state.
 
-Variants are decoded one after another, the samples of one together, so that the time of a step is the variant's. What
-a sample has said is kept as soon as it ends: a run that is cut off goes on with the samples that are missing.
+Variants are decoded one after another, the samples of one together, so that the time of a step is the variant's. A
+sample's text is kept as soon as it ends: a run that is cut off continues with the missing samples.
 """
 
 import math
@@ -40,7 +40,7 @@ _SHARE = 0.5
 
 @dataclass
 class Reading:
-    """What one sequence looked at, summed over its steps."""
+    """The tokens that one sequence read, summed over its steps."""
 
     steps: int = 0
     attended: float = 0.0  # tokens, mean over KV heads and layers of retrieval
@@ -67,7 +67,7 @@ class AskedExample:
 
 @dataclass
 class Evaluation:
-    """A plan for a model; `run` fills `predictions`. A prompt that passes `most` tokens with its answer is cut."""
+    """A plan for a model; `run` fills `predictions`. A prompt that exceeds `most` tokens with its answer is cut."""
 
     plan: EvaluationPlan
     model: Model
@@ -93,13 +93,13 @@ class Evaluation:
                 self.observer.notice(f"{series[-1].title}: done in {taken} ({done} of {len(cells)})")
 
     def _missing(self, cell: Cell, index: int, variant: Variant) -> list[int]:
-        """Which samples of an example have no prediction yet; a text that is fed is the same each time."""
+        """List the samples of an example that have no prediction yet; a text that is fed has only one."""
         samples = 1 if cell.metric in FED else self.plan.sampling.num_samples
         place = cell.task, cell.length, cell.depth, index, variant.label
         return [sample for sample in range(samples) if (*place, sample) not in self.predictions]
 
     def _ask_series(self, cells: Sequence[Cell], index: int) -> None:
-        """Ask what is missing of the examples of this number, those whose prompts are the same together."""
+        """Ask what is missing of the examples of this number, those with equal prompts together."""
         together: dict[tuple[int, ...], list[AskedExample]] = {}
         for cell in cells:
             missing = {variant.label: self._missing(cell, index, variant) for variant in self.plan.variants}
@@ -113,11 +113,11 @@ class Evaluation:
             self._ask(questions, index)
 
     def _ask(self, questions: Sequence[AskedExample], index: int) -> None:
-        """Ask questions on one prompt, each of every variant of which an answer is missing."""
+        """Ask questions on one prompt of every variant that lacks an answer."""
         variants = [each for each in self.plan.variants if any(asked.missing[each.label] for asked in questions)]
         ids, room = questions[0].read.ids, max(asked.read.room for asked in questions)
         closeness = questions[0].cell.metric == FIDELITY
-        room -= closeness  # of a text that is compared, the last token is not fed
+        room -= closeness  # the last token of a text that is compared is not fed
         answered = self._compared if closeness else self._answers
         with engine(self.model, [len(ids) + room], self.observer.notice, self.disk) as self._engine:
             for group in self._groups(variants, len(ids), len(ids) + room):
@@ -128,7 +128,7 @@ class Evaluation:
                     self.observer.advance()
 
     def _groups(self, variants: Sequence[Variant], prompt_tokens: int, capacity: int) -> Iterator[list[Variant]]:
-        """Split variants so that the caches of each part fit into memory together; one alone is tried anyway."""
+        """Split variants so that the caches of each part fit into memory together; a single one is tried anyway."""
         place, geometry, dtype = self.model.place, self.model.geometry, self.model.dtype
         free = memory.available(place)
         group: list[Variant] = []
@@ -148,9 +148,9 @@ class Evaluation:
     def _answers(
         self, questions: Sequence[AskedExample], room: int, variants: Sequence[Variant]
     ) -> Iterator[tuple[Variant, AskedExample, Iterator[dict[str, Any]]]]:
-        """Let variants read a prompt together, and answer one after another, each its questions on a copy of its own.
+        """Let variants read a prompt together and answer one after another, each question on a copy of its own.
 
-        Of several questions, a method that looks at the prompt's question first sees the first one.
+        A method that looks at the prompt's question first sees the first of several questions.
         """
         read = questions[0].read
         contexts = [self._engine.context(len(read.ids), room, read.question) for _ in variants]
@@ -161,11 +161,11 @@ class Evaluation:
         logits = self._engine.prefill(read.ids, methods)
         prefill_ms = 1000 * (time.perf_counter() - begun)
         for variant in variants:
-            method, expected = methods.pop(0), logits.pop(0)  # whose memory is given back once it has answered
+            method, expected = methods.pop(0), logits.pop(0)  # memory is given back once the method has answered
             missing = [asked for asked in questions if asked.missing[variant.label]]
             for asked in missing:
                 last, rest = asked is missing[-1], (expected, prefill_ms, asked.missing[variant.label])
-                # A copy has no name here, under which it would live on while the next one is made.
+                # A copy has no name here, which would keep it alive while the next one is made.
                 yield variant, asked, self._answer(asked, method if last else _fork(method), *rest)
 
     def _compared(
@@ -174,7 +174,7 @@ class Evaluation:
         room: int,  # noqa: ARG002
         variants: Sequence[Variant],
     ) -> Iterator[tuple[Variant, AskedExample, Iterator[dict[str, Any]]]]:
-        """Feed a text to all variants in one batch, with full attention as the reference; the time is nobody's own."""
+        """Feed a text to all variants in one batch, with full attention as the reference; times are not measured."""
         (asked,) = questions
         read = asked.read
         passage = Passage(asked.cell.task, read.ids, read.fed[:-1], read.question, read.fed[-1])
@@ -190,7 +190,7 @@ class Evaluation:
             yield variant, asked, iter([self._closeness(read, found, reading)])
 
     def _closeness(self, read: Encoded, found: MeasuredMethod, reading: Reading) -> dict[str, Any]:
-        """A prediction's fields, all but what it is of."""
+        """Return a prediction's fields, except its key."""
         return {
             "sample": 0,
             "text": "",
@@ -216,10 +216,10 @@ class Evaluation:
         prefill_ms: float,
         samples: Sequence[int],
     ) -> Iterator[dict[str, Any]]:
-        """Continue one method's samples, all of them as one batch; gives each when it ends.
+        """Continue one method's samples, all of them as one batch; yield each when it ends.
 
-        Steps have a row for every sample of the plan, of which some may have ended or be known already: another number
-        of rows is another order of sums, and a run that was cut off would go on to another text.
+        Steps have a row for every sample of the plan, including those that have ended or are known already: another
+        number of rows would sum in another order, and a run that was cut off would continue with another text.
         """
         example, read = asked.example, asked.read
         forks = [_fork(method) for _ in samples[1:]]
@@ -231,7 +231,7 @@ class Evaluation:
         ends = sequences[0].eos
         for sequence in sequences:
             if read.turns:
-                sequence.eos = ()  # the end of an answer in the turns before is not that of the sequence
+                sequence.eos = ()  # the end of an answer in an earlier turn is not that of the sequence
             sequence.accept(logits)
             if not sequence.running:
                 yield self._entry(example, read, sequence, Reading())
@@ -254,10 +254,10 @@ class Evaluation:
         return sequence
 
     def _entry(self, example: Example, read: Encoded, sequence: RunningSequence, reading: Reading) -> dict[str, Any]:
-        """A prediction's fields, all but what it is of.
+        """Return a prediction's fields, except its key.
 
         Raises:
-            KvcliError: the sequence broke, or a text that it was fed cannot be the model's.
+            KvcliError: the sequence failed, or a text that it was fed cannot be the model's.
         """
         if sequence.error is not None:
             raise KvcliError(sequence.error, "kvcli generate with the same model names the layer")
@@ -285,7 +285,7 @@ class Evaluation:
 
 
 def _cost(method: AnyMethod, reading: Reading) -> dict[str, Any]:
-    """What a prediction took, but for its time."""
+    """Return the cost of a prediction, except its time."""
     counters = method.context.counters
     kv, cache, correction = method.footprint(), counters.cache(), counters.correction()
     return {

@@ -1,8 +1,8 @@
-"""Scorers by name: how right an answer is, 0 to 1, as RULER and LongBench count.
+"""Scorers by name: how right an answer is, 0 to 1, as RULER and LongBench define it.
 
 RULER: arXiv 2404.06654. LongBench: arXiv 2308.14508, metrics.py and eval.py of its repository, whose choices are kept
-where they are surprising; v2: arXiv 2412.15204. InfiniteBench's and those of final answers have
-modules of their own.
+even where they are surprising; v2: arXiv 2412.15204. The scorers of InfiniteBench and of final answers have modules of
+their own.
 
 lm-evaluation-harness scores LongBench and InfiniteBench as well. Its functions are not used here: they come with tasks
 that load data from the hub, those of LongBench need fuzzywuzzy, which is under the GPL, and those of InfiniteBench stem
@@ -22,7 +22,7 @@ from kvcli.quality.eval import final_answer, infinitebench
 from kvcli.quality.tasks import recall
 
 Scorer = Callable[[str, Sequence[str], Sequence[str]], float]
-"""Text, references, and the classes to choose from where there are any."""
+"""Text, references, and the classes to choose from, if any."""
 
 _PUNCTUATION_ZH = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
@@ -48,43 +48,43 @@ def best(one: Callable[[str, str], float]) -> Scorer:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles, as for SQuAD."""
+    """Split into lower-case words without punctuation and articles, as for SQuAD."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
 def characters_zh(text: str) -> str:
-    """Lower-case characters without punctuation, Chinese included, and blanks."""
+    """Reduce to lower-case characters, without blanks and punctuation, including Chinese."""
     return "".join(text.lower().translate(_NO_PUNCTUATION_ZH).split())
 
 
 def f1(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of tokens, repeated ones counted."""
+    """Return the harmonic mean of precision and recall of tokens, counting repetitions."""
     same = sum((Counter(found) & Counter(wanted)).values())
     return 2 * same / (len(found) + len(wanted)) if same else 0.0
 
 
 def contains(text: str, reference: str) -> float:
-    """Whether the reference stands in the text, case ignored: RULER's `string_match_part`."""
+    """Tell whether the text contains the reference, ignoring case: RULER's `string_match_part`."""
     return float(reference.lower() in text.lower())
 
 
 def qa_f1(text: str, reference: str) -> float:
-    """F1 of words."""
+    """Return the F1 of words."""
     return f1(words(text), words(reference))
 
 
 def qa_f1_zh(text: str, reference: str) -> float:
-    """F1 of Chinese words as jieba cuts them."""
+    """Return the F1 of Chinese words as jieba cuts them."""
     return f1(*([word for word in map(characters_zh, _cut_zh(each)) if word] for each in (text, reference)))
 
 
 def character_f1(text: str, reference: str) -> float:
-    """F1 of characters: InfiniteBench's for Chinese."""
+    """Return the F1 of characters: InfiniteBench's for Chinese."""
     return f1(characters_zh(text), characters_zh(reference))
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """F1 of ROUGE-L by the package rouge, LongBench's choice; 0 where either is empty."""
+    """Return the F1 of ROUGE-L by the package rouge, LongBench's choice; 0 if either is empty."""
     try:
         scores = _library("rouge").Rouge(metrics=["rouge-l"]).get_scores([text], [reference])
     except (ValueError, RecursionError):  # the benchmark counts what the package cannot score as 0
@@ -93,34 +93,34 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def rouge_l_zh(text: str, reference: str) -> float:
-    """The same over Chinese words as jieba cuts them."""
+    """Return the F1 of ROUGE-L over Chinese words as jieba cuts them."""
     return rouge_l(" ".join(_cut_zh(text)), " ".join(_cut_zh(reference)))
 
 
 def rouge_lsum(text: str, reference: str) -> float:
-    """F1 of ROUGE-Lsum by the package rouge-score: InfiniteBench's choice, without stemming."""
+    """Return the F1 of ROUGE-Lsum by the package rouge-score: InfiniteBench's choice, without stemming."""
     scorer = _library("rouge_score.rouge_scorer").RougeScorer(["rougeLsum"])
     return float(scorer.score(reference, text)["rougeLsum"].fmeasure)
 
 
 def code_similarity(text: str, reference: str) -> float:
-    """Edit similarity of the first line that is code with the reference, in whole per cent as fuzzywuzzy gives it."""
+    """Return the edit similarity of the first line of code with the reference, in whole per cent as fuzzywuzzy does."""
     lines = text.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in _NO_CODE)), "")
     return float(round(_library("rapidfuzz.fuzz").ratio(line, reference))) / 100
 
 
 def share_of_numbers(text: str, reference: str) -> float:
-    """Share of the numbers in the text that are the reference's first."""
+    """Return the share of the numbers in the text that equal the reference's first."""
     wanted = re.search(r"\d+", reference)
     numbers = re.findall(r"\d+", text)
     return numbers.count(wanted[0]) / len(numbers) if wanted and numbers else 0.0
 
 
 def classification(text: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """One over the number of classes that the text names, where the right one is among them.
+    """Return one over the number of classes that the text names, if the right one is among them.
 
-    A class whose name is part of the right one's does not count beside it.
+    A class whose name is part of the right one's does not count in addition to it.
     """
 
     def one(reference: str) -> float:
@@ -134,19 +134,19 @@ def classification(text: str, references: Sequence[str], choices: Sequence[str])
 
 
 def choice_in_sentence(text: str, reference: str) -> float:
-    """Whether "The correct answer is (B)" names the right letter, stars dropped, brackets or not."""
+    """Tell whether "The correct answer is (B)" names the right letter, ignoring stars, with or without brackets."""
     found = re.search(r"The correct answer is \(([A-D])\)", text.replace("*", ""))
     found = found or re.search(r"The correct answer is ([A-D])", text.replace("*", ""))
     return float(found is not None and found[1] == reference)
 
 
 def math_verify(text: str, reference: str) -> float:
-    """Whether the final answer is the reference's mathematics."""
+    """Tell whether the final answer is mathematically equal to the reference."""
     return final_answer.same_mathematics(text, reference, partial(_library, "math_verify"))
 
 
 def why_unscorable(metric: str, references: Sequence[str], choices: Sequence[str]) -> str | None:
-    """Say why a metric cannot score answers against `references`; None where it can."""
+    """Return why a metric cannot score answers against `references`; None if it can."""
     if metric == "classification" and not choices:
         return "metric 'classification' needs all_classes, which only a row of LongBench has"
     if metric == "function_choice" and len(references) != 2:
@@ -202,11 +202,11 @@ NEEDS: dict[str, str] = {
     "code_similarity": "rapidfuzz",
     "math_verify": "math_verify",
 }
-"""Libraries that a metric needs beside those of kvcli."""
+"""Libraries that a metric needs in addition to those of kvcli."""
 
 
 def check_installed(metric: str) -> None:
-    """Check before the work is done that the library of a metric is there.
+    """Check before the work is done that the library of a metric is installed.
 
     Raises:
         KvcliError: it is not installed (usage).

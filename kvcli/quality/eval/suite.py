@@ -1,10 +1,10 @@
-"""Which cells a list of tasks and lengths comes to, and their examples.
+"""The cells of a list of tasks and lengths, and their examples.
 
 A task is a name of the synthetic suite (`kvcli/quality/tasks`), `needle_grid` (a single needle at every length and
-depth), `needle_turns` (four needles, asked one after the other, each turn with a score), `ppl` (how likely the right
-answer about four needles is, fed token by token), `ppl:FILE` (how likely the text of a file is after what stands before
-it), `fidelity:FILE` (how close to full attention's what is said next is, token by token of such a text), or a file of
-a benchmark (`formats`); `requests:FILE` asks each of several queries on a context on its own.
+depth), `needle_turns` (four needles, asked one after the other, each turn with a score), `ppl` (the likelihood of the
+right answer about four needles, fed token by token), `ppl:FILE` (the likelihood of a file's text given the text before
+it), `fidelity:FILE` (the closeness of next tokens to those of full attention, token by token of such a text), or a file
+of a benchmark (`formats`); `requests:FILE` asks each of several queries on a context on its own.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ _NAMES = [*TASKS, GRID, NEEDLE_TURNS, PERPLEXITY]
 class EvaluationPlan:
     """What to evaluate. `lengths` are tokens of a prompt; `limit` documents of every task and length.
 
-    KV of methods that keep some in host memory lies on a `disk`, where there is one.
-    `predictions` is a file that grows while the run goes on, and from which a run that was cut off goes on.
+    A `disk`, if given, takes the KV of methods that keep some in host memory. `predictions` is a file that grows during
+    the run, and from which a run that was cut off continues.
     """
 
     model: ModelSpec
@@ -68,8 +68,8 @@ class EvaluationPlan:
 class Suite:
     """The examples of a plan, for a tokenizer.
 
-    `frame` tokens of a prompt are the chat template's. A prompt and its answer have `most` tokens together, where that
-    is said: longer prompts are made shorter, since cutting them would cut what they ask for.
+    `frame` tokens of a prompt are the chat template's. A prompt and its answer have at most `most` tokens together, if
+    given: longer prompts are made shorter, since cutting them would cut the facts they ask for.
     """
 
     plan: EvaluationPlan
@@ -78,10 +78,10 @@ class Suite:
     most: int | None = None
 
     def cells(self) -> list[Cell]:
-        """Return the cells of a run, in their order.
+        """Return the cells of a run, in order.
 
         Raises:
-            KvcliError: a task is unknown or there twice, a file cannot be read, a length is too small for a task
+            KvcliError: a task is unknown or listed twice, a file cannot be read, a length is too small for a task
                 (usage).
         """
         found = [cell for task in self.plan.tasks for cell in self._cells_of(task)]
@@ -122,7 +122,7 @@ class Suite:
             raise _usage(f"unknown task {task!r}", hint)
 
     def _beside(self, length: int, answer: int) -> int:
-        """Return the tokens of a prompt of `length` that leaves room for an answer of so many."""
+        """Return the tokens of a prompt of `length` that leaves room for an answer of `answer` tokens."""
         return length if self.most is None else min(length, self.most - answer)
 
     def _row(self, task: str, length: int, depth: float | None, index: int, answer: int) -> TaskRow:
@@ -143,7 +143,7 @@ class Suite:
         return Example(row.input, first, row.outputs, "recall", room, turns=turns)
 
     def _turn(self, length: int, turn: int, index: int) -> Example:
-        """One turn of several: the row of all of them, up to this one's question."""
+        """Make one turn of several: the row of all of them, up to this one's question."""
         row, room = self._row_and_room("turns", length, None, index, self.plan.max_tokens or MAX_TOKENS)
         questions = [*(question for question, _ in row.turns), row.question]
         first, turns = conversation(row.turns[:turn], questions[turn])
@@ -154,7 +154,7 @@ class Suite:
         self, task: str, length: int, depth: float | None, index: int, answer: int
     ) -> tuple[TaskRow, int]:
         """Make a row whose prompt leaves room for its turns and for `answer` tokens, or for its own answer."""
-        between = 0  # how long answer and turns are, is known when the row is made
+        between = 0  # the lengths of answer and turns are known once the row is made
         while True:
             row = self._row(task, length, depth, index, answer + between)
             needed = count_tokens(self.tokenizer, f" {row.answer}")
@@ -166,14 +166,14 @@ class Suite:
 
     def _fed_answer(self, length: int, index: int) -> Example:
         answer = 0
-        while True:  # how long the right answer is, is known when the row is made
+        while True:  # the length of the right answer is known once the row is made
             row = self._row("niah_multiquery", length, None, index, answer)
             if (needed := count_tokens(self.tokenizer, f" {row.answer}")) <= answer or self.most is None:
                 return _fed(row.input, f" {row.answer}", row.question, False)
             answer = needed
 
     def _text_cells(self, task: str, lengths: Sequence[int]) -> Iterator[Cell]:
-        """Cut a text into stretches: of each the first tokens are read and the ones after them are fed."""
+        """Cut a text into stretches: the first tokens of each are read and the ones after them are fed."""
         metric, _, path = task.partition(":")
         text = read_document(path)
         if not self.tokenizer.is_fast:
@@ -199,18 +199,18 @@ class Suite:
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Return the number of tokens of a text, special ones left out."""
+    """Return the number of tokens of a text, without special ones."""
     return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def digests(tasks: Sequence[str]) -> dict[str, str]:
-    """Return twelve hexadecimal digits over each file among the tasks: same digits, same examples."""
+    """Hash each file among the tasks into twelve hexadecimal digits; equal digits mean equal examples."""
     files = {task: Path(bare(task)) for task in tasks if task not in _NAMES}
     return {task: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for task, path in files.items()}
 
 
 def bare(task: str) -> str:
-    """Return a task's name or file without what is asked of it: "ppl:FILE" is FILE."""
+    """Return a task's file or name without its prefix: "ppl:FILE" is FILE."""
     asked, _, path = task.partition(":")
     return path if path and asked in (*FED, REQUESTS) else task
 

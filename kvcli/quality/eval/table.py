@@ -16,7 +16,7 @@ from kvcli.quality.eval.example import Cell
 from kvcli.quality.eval.predictions import Prediction
 
 SCHEMA_VERSION = 1
-_LARGEST_MEAN = 700.0  # nats a token, beyond which a perplexity is no double any more
+_LARGEST_MEAN = 700.0  # nats per token, beyond which a perplexity overflows a double
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Estimate:
 
 
 def pass_at(samples: int, right: int, k: int) -> float:
-    """Return the chance that one of k answers is right, from `samples` of which `right` are (arXiv 2107.03374)."""
+    """Return the chance that one of k answers is right, from `samples`, `right` of them right (arXiv 2107.03374)."""
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 @dataclass(frozen=True)
 class VariantCost:
-    """The cost of a variant: means over predictions, or None where nothing was decoded.
+    """The cost of a variant: means over predictions, or None if nothing was decoded.
 
     `attended` is tokens per KV head and layer of retrieval, `attended_share` of all KV over all layers; `_step` is per
     decode step.
@@ -115,7 +115,7 @@ _HELD = ("device_kv_bytes", "host_kv_bytes")
 class Closeness:
     """How close a variant comes to full attention on texts that it is fed; a text is one block of the error.
 
-    `kl` is KL(full || variant) of the next token in nats, `nll_gap` by how many nats a token the text is less likely
+    `kl` is KL(full || variant) of the next token in nats, `nll_gap` by how many nats per token the text is less likely
     than under full attention (the difference of log-perplexities).
     """
 
@@ -127,9 +127,9 @@ class Closeness:
 class CellScore:
     """One variant in one cell.
 
-    `score` is a mean in per cent over examples, each the mean of its samples (avg@k); for the metric ppl it is the
-    perplexity, for fidelity the tokens in per cent at which full attention says the same. `pass_at` says for numbers of
-    samples k how often one of k is entirely right.
+    `score` is a mean in per cent over examples, each the mean of its samples (avg@k). For the metric ppl it is the
+    perplexity, for fidelity the tokens in per cent at which full attention has the same likeliest token. `pass_at` maps
+    numbers of samples k to how often one of k is entirely right.
     """
 
     variant: str
@@ -145,7 +145,7 @@ class CellScore:
 
 @dataclass(frozen=True)
 class EvaluationTable:
-    """Everything a run of `kvcli eval` found out. `complete` is False where examples are missing."""
+    """The results of a run of `kvcli eval`. `complete` is False if examples are missing."""
 
     environment: dict[str, Any]
     configuration: dict[str, Any]
@@ -173,7 +173,7 @@ def results(
 ) -> list[CellScore]:
     """Average predictions by cell and variant, in the order of the run; a cell without any is left out.
 
-    An example counts once all of its `samples` are there: the first ones to end are the short ones.
+    An example counts once all of its `samples` are there, because the first ones to end are the short ones.
     """
     by_place: dict[Any, list[Prediction]] = defaultdict(list)
     for prediction in sorted(predictions, key=lambda prediction: (prediction.index, prediction.sample)):
@@ -190,7 +190,7 @@ def results(
 
 
 def _whole(given: Sequence[Prediction], samples: int) -> list[Prediction]:
-    """Leave out examples of which samples are missing; a text that is fed has only one."""
+    """Leave out examples with missing samples; a text that is fed has only one."""
     counts = Counter(each.index for each in given)
     return [each for each in given if each.score is None or counts[each.index] >= samples]
 

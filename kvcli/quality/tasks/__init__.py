@@ -1,7 +1,7 @@
 """Synthetic long-context tasks in RULER's row format (arXiv 2404.06654): seeded generators and their scorer.
 
-`make_row` is the way in; `TASKS` names the generators. Nothing here needs torch: lengths are measured with the token
-counter that the caller passes.
+`make_row` is the entry point; `TASKS` names the generators. Nothing here needs torch: lengths are measured with the
+caller's token counter.
 """
 
 import random
@@ -46,15 +46,15 @@ TASKS: dict[str, Callable[..., Draft]] = {
     "counting": occurrences,
     "turns": conversation,
 }
-"""The generators by name. To RULER's tasks (arXiv 2404.06654, appendix B) they stand like this, all with sentences of
+"""The generators by name. They relate to RULER's tasks (arXiv 2404.06654, appendix B) as follows, all with sentences of
 our own and values of nine digits, where RULER has seven:
 
 - `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `cwe`, `fwe`: RULER's of that name, made the same way;
 - `niah_single`, `niah_multikey`: like `niah_single_2` and `niah_multikey_1`, but in filler from a grammar instead of
   essays, and with a fact every 80 tokens in `niah_multikey`, where RULER has four in all;
 - `niah_multivalue`, `niah_multiquery`: RULER's of that name in that filler, among facts about other names;
-- `vt`: RULER's the other way round, see `variable_tracking`;
-- those after `niah_multikey_3` are not RULER's: tasks on which methods differ. Each one's function says what it is for.
+- `vt`: RULER's in the opposite direction, see `variable_tracking`;
+- those after `niah_multikey_3` are not RULER's: tasks on which methods differ. Each function says what its task is for.
 """
 
 EVALUATION = "evaluation"
@@ -79,15 +79,15 @@ def make_row(
         task: a key of `TASKS`.
         length: tokens of the prompt, at most; it is shorter by less than one sentence.
         seed: together with split, task and index it determines the row.
-        count_tokens: number of tokens of a text.
-        frame: tokens of the prompt that a chat template puts around the row's `input`.
-        depth: where the first asked statement stands, 0 (start) to 1 (end); at random when None.
+        count_tokens: counts the tokens of a text.
+        frame: tokens of the prompt that a chat template adds around the row's `input`.
+        depth: the place of the first statement asked for, 0 (start) to 1 (end); random if None.
         index: number of the row.
         split: rows of different splits come from different random streams.
         options: the task's own, such as `keys` or `hops`; see its generator.
 
     Raises:
-        KvcliError: unknown task, or a length, depth or option that cannot be had.
+        KvcliError: unknown task, or an impossible length, depth or option.
     """
     if task not in TASKS:
         raise KvcliError(f"unknown task {task!r}", f"choose from {', '.join(TASKS)}", ExitCode.USAGE)

@@ -14,7 +14,7 @@ from kvcli.quality.tasks import TASKS, make_row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and write the rows. Returns the exit code."""
+    """Parse the command line and write the rows. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m kvcli.quality.tasks", description=__doc__)
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json; the demo model's by default")

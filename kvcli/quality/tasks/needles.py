@@ -1,9 +1,9 @@
-"""Needles in a haystack: facts about names, hidden in filler, in sentences that repeat, or among nothing but facts.
+"""Needles in a haystack: facts about names, hidden in filler, in repeating sentences, or among other facts only.
 
 After RULER (arXiv 2404.06654, section 3.1 and appendix B). A fact is "The access code of Amber is 482913057.": nine
 random digits under a name that occurs in no other fact, unless the task says so. `niah_single_1` hides one fact in five
-sentences that repeat; `niah_multikey_2` and `niah_multikey_3` are facts from beginning to end, one of which is asked
-for, the latter with UUIDs for names and values. Chains of variables (`vt`, section 3.2) and records are hidden alike.
+repeating sentences; `niah_multikey_2` and `niah_multikey_3` are facts from beginning to end, one of which is asked for,
+the latter with UUIDs for names and values. Chains of variables (`vt`, section 3.2) and records are hidden likewise.
 """
 
 import random
@@ -16,7 +16,7 @@ from kvcli.quality.tasks.phrases import NAMES, SLOTS, sentence
 from kvcli.quality.tasks.rows import Draft, RowRequest, require
 
 NOISE: tuple[str, ...] = tuple(sentence(random.Random(f"noise/{index}")) for index in range(5))
-"""The sentences that repeat."""
+"""The repeating sentences."""
 TURNS = 4
 _MOST_RECORDS = 48  # unless the caller says otherwise
 
@@ -27,18 +27,18 @@ def random_value(rng: random.Random) -> str:
 
 
 def single(request: RowRequest) -> Draft:
-    """One fact in filler."""
+    """Hide one fact in filler."""
     return multikey(request, keys=1)
 
 
 def multikey(request: RowRequest, keys: int | None = None, spacing: int = 80) -> Draft:
-    """Facts about `keys` names, by default one fact every `spacing` tokens; one of them is asked for."""
+    """Hide facts about `keys` names, by default one fact every `spacing` tokens; one of them is asked for."""
     keys = min(max(request.length // spacing, 2), len(NAMES)) if keys is None else keys
     return _ask_first(request, named_facts(request.rng, keys))
 
 
 def multiquery(request: RowRequest, queries: int = 4, spacing: int = 160) -> Draft:
-    """Facts about many names, `queries` of which are asked for at once."""
+    """Hide facts about many names, `queries` of which are asked for at once."""
     _require_names(queries)
     rng = request.rng
     facts = named_facts(rng, min(max(request.length // spacing, queries), len(NAMES)))
@@ -50,9 +50,9 @@ def multiquery(request: RowRequest, queries: int = 4, spacing: int = 160) -> Dra
 
 
 def multivalue(request: RowRequest, values: int = 4, spacing: int = 160) -> Draft:
-    """Several facts about one name among facts about others; all values of the name are asked for.
+    """Hide several facts about one name among facts about others; all values of the name are asked for.
 
-    The expected values stand in the order of the document.
+    The expected values are in the order of the document.
     """
     rng, others = request.rng, min(request.length // spacing, len(NAMES) - 1)
     require(values >= 1, f"{values} values cannot be asked for", "ask for at least one")
@@ -67,19 +67,19 @@ def multivalue(request: RowRequest, values: int = 4, spacing: int = 160) -> Draf
 
 
 def noise(request: RowRequest) -> Draft:
-    """One fact among sentences that repeat."""
+    """Hide one fact among repeating sentences."""
     fact = request.rng.choice(NAMES), random_value(request.rng)
     return _ask_first(request, [fact], cycle(NOISE).__next__)
 
 
 def needles_only(request: RowRequest) -> Draft:
-    """Facts about pairs of names from beginning to end, one of which is asked for."""
+    """Make a document of facts about pairs of names only, one of which is asked for."""
     rng = request.rng
     return _among_needles(request, lambda: " ".join(rng.sample(NAMES, 2)), lambda: random_value(rng))
 
 
 def uuids_only(request: RowRequest) -> Draft:
-    """UUIDs for names and values, otherwise as `needles_only`."""
+    """Make a document as `needles_only` does, with UUIDs for names and values."""
 
     def drawn() -> str:
         return str(uuid.UUID(int=request.rng.getrandbits(128), version=4))
@@ -117,7 +117,7 @@ def hidden_facts(
     filler: Callable[[], str] | None = None,
     extra: Sequence[str] = (),
 ) -> Draft:
-    """Hide `facts` (name, value) and `extra` sentences; the asked facts stand first in the list, with a depth each."""
+    """Hide `facts` (name, value) and `extra` sentences; the facts asked for come first, with a depth each."""
     statements = [*(_stated(request.rng, fact) for fact in facts), *extra]
     asked = len(asked_depths)
     depths = [*asked_depths, *(request.rng.random() for _ in statements[asked:])]
@@ -130,13 +130,13 @@ def _stated(rng: random.Random, fact: tuple[str, str]) -> str:
 
 
 def named_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """Return `count` names, all different, with a value each."""
+    """Return `count` different names, with a value each."""
     _require_names(count)
     return list(zip(rng.sample(NAMES, count), random_values(rng, count), strict=True))
 
 
 def random_values(rng: random.Random, count: int) -> list[str]:
-    """Return `count` values, all different."""
+    """Return `count` different values."""
     values: dict[str, None] = {}
     while len(values) < count:
         values[random_value(rng)] = None
@@ -153,9 +153,9 @@ def near_pairs(first: str, second: str, others: list[str]) -> list[str]:
 
 
 def near_duplicates(request: RowRequest, spacing: int = 80) -> Draft:
-    """A fact about a pair of names every `spacing` tokens; each other pair shares one name with the pair asked for.
+    """Hide a fact about a pair of names every `spacing` tokens; all others share one name with the pair asked for.
 
-    What ranks pages or clusters by coarse summaries finds all of them alike.
+    Methods that rank pages or clusters by coarse summaries find all of them alike.
     """
     require(spacing >= 1, f"a spacing of {spacing} tokens", "ask for at least one")
     count = min(max(request.length // spacing, 2), len(NAMES) - 1)
@@ -165,17 +165,17 @@ def near_duplicates(request: RowRequest, spacing: int = 80) -> Draft:
 
 
 def direct(request: RowRequest) -> Draft:
-    """One fact in filler; the answer is the code alone, so that its first token already needs it."""
+    """Hide one fact in filler; the answer is the code alone, so that its first token already needs it."""
     name, value = request.rng.choice(NAMES), random_value(request.rng)
     question, answer = phrases.DIRECT_QUESTION.format(name=name), phrases.DIRECT_ANSWER.format(value=value)
     return hidden_facts(request, [(name, value)], [request.drawn_depth()], question, answer)
 
 
 def long_lookup(request: RowRequest, queries: int = 280) -> Draft:
-    """Facts about `queries` names and no others, all of them asked for; fewer where the length does not allow it.
+    """Hide facts about `queries` names and no others, all of them asked for; fewer if the length does not allow it.
 
-    With the default of 280 the answer has some 1,700 tokens, and what it needs next is known only when it is due:
-    methods that choose once, at the end of the prompt, cannot know it.
+    With the default of 280 the answer has some 1,700 tokens, and what each needs is known only when it is due: methods
+    that choose once, at the end of the prompt, cannot know it.
     """
     longest = max(NAMES, key=lambda name: request.count_tokens(f" {name}"))
     stated = phrases.CODE_FACTS[-1].format(name=longest, value="000000000")
@@ -185,7 +185,7 @@ def long_lookup(request: RowRequest, queries: int = 280) -> Draft:
 
 
 def late_needle(request: RowRequest, queries: int = 12, spacing: int = 160) -> Draft:
-    """`queries` codes, and then that of a name which only the document names; the last is what is scored.
+    """Ask for `queries` codes, and then for that of a name which only the document gives; the last one is scored.
 
     Neither that name nor its code occurs in the question.
     """
@@ -204,16 +204,16 @@ def late_needle(request: RowRequest, queries: int = 12, spacing: int = 160) -> D
 
 
 def conversation(request: RowRequest, turns: int = TURNS, spacing: int = 160) -> Draft:
-    """A fact every `spacing` tokens and `turns` questions, one after another; the depth is that of the last fact.
+    """Hide a fact every `spacing` tokens and ask `turns` questions in turn; the depth is that of the last fact.
 
-    Only the last answer is scored: what a method dropped because the first question did not need it is missed there.
-    The answers in between are given, right ones, so that the turns differ in nothing but what was read.
+    Only the last answer is scored: it needs what a method dropped because the first question did not. The right answers
+    in between are given, so that the turns differ only in what was read.
     """
     require(1 <= turns <= len(NAMES), f"{turns} turns", f"choose between 1 and {len(NAMES)}")
     facts = named_facts(request.rng, min(max(request.length // spacing, turns), len(NAMES)))
     asked = [request.rng.choice(phrases.CODE_QUESTIONS).format(name=name) for name, _ in facts[:turns]]
     told = [phrases.CODE_ANSWER.format(name=name, value=value) for name, value in facts[:turns]]
-    longest = max(asked, key=request.count_tokens)  # the one that the length is measured with, whichever comes first
+    longest = max(asked, key=request.count_tokens)  # the length is measured with this one, whichever comes first
     draft = hidden_facts(request, facts, [request.drawn_depth()], longest, told[0])
     earlier = tuple(zip(asked[1:], told[1:], strict=True))
     values = tuple((value,) for _, value in facts[1:turns])
@@ -227,7 +227,7 @@ def chain_statements(value: str, names: list[str]) -> list[str]:
 
 
 def variable_tracking(request: RowRequest, chains: int = 2, hops: int = 4) -> Draft:
-    """`chains` chains of `hops` copies each; the value of the first chain's last variable is asked for.
+    """Hide `chains` chains of `hops` copies each; the value of the first chain's last variable is asked for.
 
     "The value of Amber is 482913057." ... "The value of Bruno is Amber." ... "What is the value of Bruno?" RULER gives
     the number and asks for every variable; here the question gives the last variable, and the expected strings are the
@@ -263,10 +263,10 @@ def record(rng: random.Random, number: int) -> tuple[str, str]:
 
 
 def records_to_json(request: RowRequest, records: int | None = None) -> Draft:
-    """`records` records in filler, by default those that fill half of the length and at most 48; all are asked for.
+    """Hide `records` records in filler, by default as many as fill half of the length, at most 48; all are asked for.
 
-    They stand in the order of their numbers. Every one matters, so none of the facts can be left out: such tasks are
-    reported to break low-rank and landmark methods. A record counts if its whole JSON object is right.
+    They are in the order of their numbers. Every fact matters, so none can be left out: such tasks are reported to
+    break low-rank and landmark methods. A record counts if its whole JSON object is right.
     """
     request.refuse_depth()
     rng = request.rng

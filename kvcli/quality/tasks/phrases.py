@@ -1,7 +1,7 @@
-"""What rows of tasks are made of: filler by a seeded grammar, names, and the forms of facts, questions and answers.
+"""The texts of task rows: filler by a seeded grammar, names, and the forms of facts, questions and answers.
 
-Every sentence of filler is a template with slots filled from the word lists below. `VOCABULARY` has every word that the
-grammar can say and `PHRASE_WORDS` every word of the forms, so that a small tokenizer can give each one a token.
+Every sentence of filler is a template with slots filled from the word lists below. `VOCABULARY` has every word of the
+grammar and `PHRASE_WORDS` every word of the forms, so that a small tokenizer can give each one a token.
 """
 
 import random
@@ -109,7 +109,7 @@ SLOTS: dict[str, Sequence[str]] = {
         """,
     }.items()
 }
-"""What a template's slots are filled with."""
+"""The words for the slots of templates."""
 
 _TEMPLATES: tuple[str, ...] = (
     "The {adjective} {person} {verb} the {place} in the {time}.",
@@ -142,7 +142,7 @@ def _words(template: str) -> list[str]:
 VOCABULARY: tuple[str, ...] = tuple(
     sorted({word for words in SLOTS.values() for word in words} | {word for t in _TEMPLATES for word in _words(t)})
 )
-"""Every word of the filler, each in the capitalisation in which it occurs."""
+"""Every word of the filler, in each capitalisation in which it occurs."""
 
 
 def sentence(rng: random.Random, slots: Mapping[str, Sequence[str]] = SLOTS) -> str:
@@ -157,9 +157,9 @@ def sentences(rng: random.Random, tokens: int, count_tokens: Callable[[str], int
 
 
 def sentences_of(draw: Callable[[], str], tokens: int, count_tokens: Callable[[str], int]) -> list[str]:
-    """Draw sentences until the next one would have them pass `tokens` tokens together.
+    """Draw sentences until the next one would make them exceed `tokens` tokens together.
 
-    Each sentence is counted with the space that will stand before it.
+    Each sentence is counted with the space before it.
     """
     found: list[str] = []
     while (tokens := tokens - count_tokens(" " + (drawn := draw()))) >= 0:
@@ -184,7 +184,7 @@ CODE_QUESTIONS: tuple[str, ...] = (
 
 CODE_ANSWER = "The access code of {name} is {value}."
 SEVERAL_ANSWER = "{name} is {value}."
-"""One sentence of an answer that tells several codes."""
+"""One sentence of an answer that lists several codes."""
 
 VALUES_QUESTION = "What are all the access codes of {name}?"
 

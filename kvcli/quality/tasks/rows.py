@@ -1,4 +1,4 @@
-"""What every task is given and hands out: a request, a draft of the parts, and the row in RULER's format.
+"""The interface of tasks: a request, a draft of the parts, and the row in RULER's format.
 
 RULER: arXiv 2404.06654.
 """
@@ -12,7 +12,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.quality.tasks.phrases import sentence, sentences_of
 
 CountTokens = Callable[[str], int]
-"""Number of tokens of a text, special tokens left out."""
+"""Counts the tokens of a text, without special tokens."""
 
 SEPARATOR = "\n\n"
 """Between the document and the question."""
@@ -22,8 +22,8 @@ SEPARATOR = "\n\n"
 class Draft:
     """A document and a question about it, before lengths are measured.
 
-    `answer` is a complete, right answer in plain words; `outputs` are the strings that a right answer contains.
-    `depth` is where the first asked statement stands: 0 the start of the document, 1 its end.
+    `answer` is a complete, right answer in plain words; `outputs` are the strings that a right answer contains. `depth`
+    is the place of the first statement asked for: 0 the start of the document, 1 its end.
     """
 
     document: str
@@ -39,7 +39,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """What a row is made of: its random stream, its tokens at most, their counter, and the first statement's depth."""
+    """The inputs of a row: its random stream, its most tokens, their counter, and the first statement's depth."""
 
     rng: random.Random
     length: int
@@ -52,7 +52,7 @@ class RowRequest:
         return self.length - sum(self.count_tokens(text) for text in stated) - self.count_tokens(SEPARATOR + question)
 
     def drawn_depth(self, most: float = 1.0) -> float:
-        """Return the depth that was asked for, or one at random up to `most`.
+        """Return the depth that was asked for, or a random one up to `most`.
 
         Raises:
             KvcliError: it is not within 0..1 (usage).
@@ -63,7 +63,7 @@ class RowRequest:
         return self.depth
 
     def refuse_depth(self) -> None:
-        """Refuse a depth where what is asked for stands all over the document.
+        """Refuse a depth if the answer is spread over the whole document.
 
         Raises:
             KvcliError: one was asked for (usage).
@@ -77,7 +77,7 @@ class RowRequest:
         """Put each statement at its depth, 0..1 of the document in tokens, between sentences of filler.
 
         `filler` makes one sentence after another, by default the grammar's. Statements of the same depth keep their
-        order. Returns the document and the depth that the first statement got.
+        order. Returns the document and the actual depth of the first statement.
 
         Raises:
             KvcliError: statements and question alone are too long (usage).
@@ -93,7 +93,7 @@ class RowRequest:
         position = following = 0
         for index in sorted(range(len(statements)), key=lambda index: depths[index]):
             room = total - sizes[statements[index]]
-            # The last sentence ends at the depth asked for, or begins there, whichever is nearer.
+            # The last sentence ends or begins at the depth asked for, whichever is nearer.
             while following < len(others) and position + sizes[others[following]] / 2 <= depths[index] * room:
                 parts.append(others[following])
                 position += sizes[others[following]]
@@ -126,12 +126,12 @@ class TaskRow:
     turn_outputs: tuple[tuple[str, ...], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as it stands in a JSONL file."""
+        """Return the row as it is written to a JSONL file."""
         return {**asdict(self), "outputs": list(self.outputs)}
 
 
 def recall(text: str, outputs: Sequence[str]) -> float:
-    """Score as RULER does: the share (0..1) of `outputs` that occur in `text`, case ignored.
+    """Score as RULER does: the share (0..1) of `outputs` that occur in `text`, ignoring case.
 
     Raises:
         ValueError: `outputs` is empty.
@@ -142,7 +142,7 @@ def recall(text: str, outputs: Sequence[str]) -> float:
 
 
 def require(condition: bool, what: str, hint: str) -> None:
-    """Check a condition on what was asked for.
+    """Check a condition on a request.
 
     Raises:
         KvcliError: `condition` does not hold (usage); it says `what` and `hint`.

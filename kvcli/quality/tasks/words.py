@@ -2,9 +2,9 @@
 
 `cwe` and `fwe` are RULER's (arXiv 2404.06654, section 3.3); `counting` needs every occurrence of a name kept.
 
-In RULER's `cwe` common words stand 30 times in the list, uncommon ones three times. Here they do so where the length
+In RULER's `cwe` common words occur 30 times in the list, uncommon ones three times. Here they do so if the length
 allows it; a short list has ten of each common word and one of each other, and a list longer than the vocabulary allows
-has more of each. RULER's worked example in front of the list is left out.
+has more of each. RULER's worked example before the list is left out.
 """
 
 from itertools import count
@@ -15,14 +15,14 @@ from kvcli.quality.tasks.rows import Draft, RowRequest, require
 
 _COMMON = 10
 _RATIO = 10
-_USUAL = 3  # times an uncommon word stands there
+_USUAL = 3  # occurrences of an uncommon word
 _LEAST = 20  # uncommon words
 _WORDS = tuple(dict.fromkeys([*NAMES, *(word for word in VOCABULARY if word.islower() and len(word) > 2)]))
 _ASKED = 3  # frequent words
 
 
 def common_words(request: RowRequest) -> Draft:
-    """A shuffled numbered list with ten common words, ten times as often as the others; all ten are asked for."""
+    """Make a shuffled numbered list with ten common words, ten times as often as the others; all ten are asked for."""
     request.refuse_depth()
     left = request.beside(phrases.WORDS_HEADING, phrases.COMMON_QUESTION)
     entries = _entries(request, left)
@@ -44,7 +44,7 @@ def common_words(request: RowRequest) -> Draft:
 
 
 def _entries(request: RowRequest, left: int) -> int:
-    """How many numbered words fit into `left` tokens for certain; numbers of as many digits take as many tokens."""
+    """Return how many numbered words surely fit into `left` tokens; numbers with equal digits take equal tokens."""
     entries = 0
     for digits in count(1):
         each = max(request.count_tokens(f" {'9' * digits}. {word}") for word in _WORDS)
@@ -56,7 +56,7 @@ def _entries(request: RowRequest, left: int) -> int:
 
 
 def frequent_words(request: RowRequest, distinct: int = 40, alpha: float = 1.5) -> Draft:
-    """A shuffled list in which the word of rank r occurs in proportion to r**-alpha; the first three are asked for."""
+    """Make a shuffled list in which the word of rank r occurs in proportion to r**-alpha; three are asked for."""
     request.refuse_depth()
     require(_ASKED < distinct <= len(NAMES), f"{distinct} distinct words", f"choose between 4 and {len(NAMES)}")
     names = request.rng.sample(NAMES, distinct)
@@ -80,7 +80,7 @@ _MOST_TIMES = 9  # occurrences
 
 
 def occurrences(request: RowRequest, count: int | None = None, distinct: int = 40) -> Draft:
-    """A shuffled list of `distinct` names; the one that is asked for stands there `count` times, 1 to 9 at random."""
+    """Make a shuffled list of `distinct` names; the one asked for occurs `count` times, by default 1 to 9 at random."""
     request.refuse_depth()
     count = request.rng.randint(1, _MOST_TIMES) if count is None else count
     require(1 <= count <= _MOST_TIMES, f"{count} occurrences are asked for", f"choose between 1 and {_MOST_TIMES}")

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: its state in a journal, and how a later process goes on with it."""
+"""Checkpoints of a run: its state in a journal, from which a later process continues."""

@@ -1,11 +1,12 @@
-"""A directory that state is written to again and again, each time what is new; it can be read whole at any moment.
+"""A journal directory: each write adds the new state, and the whole can be read at any moment.
 
-    segment-000000.safetensors ..    what has settled, each file what did since the one before; they stay
-    changing-000012.safetensors      what changes at any time, and the tree: of the last writing alone
-    journal.json                     how far the last writing came; it counts once this file is renamed into its place
+    segment-000000.safetensors ..    settled state, in each file what settled since the one before; these stay
+    changing-000012.safetensors      state that changes at any time, and the tree: of the last write only
+    journal.json                     the extent of the last write, which counts once this file is renamed into place
 
-Every file is written beside its place, synchronised and renamed. A segment holds the checksum of the one before it and
-`journal.json` those of the last segment and of what changes, so that what is read is what was written, or an error.
+Every file is written under a temporary name, synchronised and renamed. A segment holds the checksum of the one before
+it, and `journal.json` those of the last segment and of the changing state, so that a read returns what was written, or
+an error.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from kvcli.memory.state import State, StatePart
 FORMAT = 1
 HEAD = "journal.json"
 SEGMENT_BYTES = 256 << 20
-"""A segment is closed once it is this long, so that the copies that writing takes stay small."""
+"""Bytes at which a segment is closed, so that the copies that writing needs stay small."""
 
 
 class Head(BaseModel):
-    """What `journal.json` says: how many segments count, and by which checksums files are told to be whole."""
+    """The content of `journal.json`: the number of segments that count, and the checksums of the files."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,11 +45,11 @@ class Head(BaseModel):
     last: str = ""
     """The checksum of the last segment."""
     files: dict[str, str] = {}
-    """Checksums of all other files by name: what changes, once there was a writing, and those of `Journal.begin`."""
+    """Checksums of all other files by name: the changing state, once written, and the files of `Journal.begin`."""
 
 
 class Journal:
-    """Goes on with a directory, or begins one with `begin`; one process at a time.
+    """Opens a directory to continue it, or starts one with `begin`; one process at a time.
 
     Raises:
         KvcliError: another process holds the directory, there is no journal in it, or one of a newer kvcli (usage).
@@ -57,7 +58,7 @@ class Journal:
     def __init__(self, directory: Path, head: Head | None = None):
         self.directory = directory
         self.written: dict[str, int] = {}
-        """Of what has settled, how much is in segments, by name."""
+        """The amount of settled state in segments, by name."""
         try:
             if head is None and not (directory / HEAD).exists():
                 raise usage_error(f"{directory}: holds no {HEAD}", "name a directory that --checkpoint has written")
@@ -71,7 +72,7 @@ class Journal:
 
     @classmethod
     def begin(cls, directory: Path, files: Mapping[str, bytes]) -> Journal:
-        """Begin one in a new or empty directory, with further `files` that stay as they are.
+        """Start a journal in a new or empty directory, with further `files` that never change.
 
         Raises:
             KvcliError: something else is there, or nothing can be written (usage).
@@ -102,16 +103,16 @@ class Journal:
         """Read a further file.
 
         Raises:
-            KvcliError: it is not as it was written (runtime).
+            KvcliError: it differs from what was written (runtime).
         """
         self._check(name, self.head.files.get(name, ""))
         return (self.directory / name).read_bytes()
 
     def write(self, state: State) -> None:
-        """Write what has settled since the last time and all that changes, so that this counts from now on.
+        """Write what has settled since the last time and everything that changes, and commit it.
 
         Raises:
-            OSError: it cannot be written; what was written before is whole.
+            OSError: it cannot be written; the previous write remains complete.
         """
         before = self.head.model_copy(deep=True)
         try:
@@ -136,10 +137,10 @@ class Journal:
         self._place(HEAD, lambda path: path.write_text(self.head.model_dump_json()))
 
     def tree(self) -> Any:
-        """The tree of the last writing; None where there was none yet.
+        """Return the tree of the last write; None if there was none yet.
 
         Raises:
-            KvcliError: a file is not as it was written (runtime); so do `parts`.
+            KvcliError: a file differs from what was written (runtime); so does `parts`.
         """
         name = _changing(self.head.writings)
         if name not in self.head.files:
@@ -148,7 +149,7 @@ class Journal:
         return json.loads(_about(self.directory / name)["tree"])
 
     def parts(self) -> Iterator[StatePart]:
-        """Read all parts of the last writing in their order; afterwards the journal can be gone on with."""
+        """Read all parts of the last write in order; afterwards the journal can be continued."""
         expected, names = self.head.last, list(map(_segment, range(self.head.segments)))
         for name in reversed(names):
             self._check(name, expected)
@@ -159,7 +160,7 @@ class Journal:
         self.written = json.loads(_about(self.directory / changing)["settled"])
 
     def forget(self) -> None:
-        """Let go of all state, so that only the further files are left."""
+        """Drop all state, so that only the further files are left."""
         states = [*map(_segment, range(self.head.segments)), _changing(self.head.writings)]
         self.head = Head(files={name: digest for name, digest in self.head.files.items() if name not in states})
         self.commit()
@@ -175,11 +176,11 @@ class Journal:
         self._place(name, lambda path: save_file(tensors, path, {**about, "starts": starts}))
 
     def _place(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Let `write` write a file beside its place, note its checksum, and put it there."""
+        """Let `write` write a temporary file, note its checksum, and rename it into place."""
         path = self.directory / f"{name}.part"
         try:
             write(path)
-        except SafetensorError as error:  # in which the library wraps errors of the system
+        except SafetensorError as error:  # the library wraps errors of the system in it
             raise OSError(str(error)) from error
         with path.open("rb+") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
-"""A generation that outlives its process: what was asked is kept once, its state after every so many steps.
+"""A generation that outlives its process: the request is kept once, its state after every few steps.
 
-The journal knows what a directory holds (`kvcli.runtime.checkpoint.journal`); the state of a sequence is found by a
-walk over its objects (`kvcli.memory.state`). Here they meet: a run goes on by making its sequences afresh from the
-prompts that were kept, and giving them their state.
+The journal stores a directory's content (`kvcli.runtime.checkpoint.journal`); a walk over a sequence's objects finds
+its state (`kvcli.memory.state`). To continue a run, its sequences are made afresh from the kept prompts, and get their
+state back.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ _ASKED, _PROMPTS, _REPORT = "run.json", "prompts.safetensors", "report.json"
 
 
 class KeptPrompt(BaseModel):
-    """What a prompt is called, and why it has no tokens, if so."""
+    """A prompt's names, and the error that left it without tokens, if any."""
 
     source: str
     question: str
     id: str | None
     failed: tuple[str, str] | None
-    """What is wrong, and the way out."""
+    """The error and its hint."""
 
     @classmethod
     def of(cls, encoded: EncodedPrompt) -> KeptPrompt:
-        """Take down all but the tokens."""
+        """Record everything but the tokens."""
         text, error = encoded.prompt or Prompt(encoded.source, ""), encoded.error
         failed = None if error is None else (error.what, error.hint)
         return cls(source=encoded.source, question=text.question, id=text.id, failed=failed)
 
     def encoded(self, ids: list[int], question: list[int]) -> EncodedPrompt:
-        """Put the tokens to it."""
+        """Return the encoded prompt with these tokens."""
         error = None if self.failed is None else KvcliError(*self.failed)
         return EncodedPrompt(self.source, ids, question, error, Prompt(self.source, "", self.question, self.id))
 
 
 class Asked(BaseModel):
-    """What a run was asked, as it was understood: `run.json`."""
+    """The resolved request of a run: `run.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -89,7 +89,7 @@ class Asked(BaseModel):
         pipeline: Pipeline,
         prompts: Sequence[EncodedPrompt],
     ) -> Asked:
-        """Take down a run; a model in a directory is found from any other one."""
+        """Record a run; a local model is recorded by its absolute path, so that any working directory finds it."""
         spec = checkpoint.spec
         local = spec.name is not None and Path(spec.name).exists()
         return cls(
@@ -111,17 +111,17 @@ class Asked(BaseModel):
 
 
 class KeptRun:
-    """A run with its directory: `begin` one or `open` one, then `save` its sequences as it goes on."""
+    """A run with its directory: `begin` or `open` one, then `save` its sequences as it goes on."""
 
     def __init__(self, journal: Journal, asked: Asked, prompts: Sequence[EncodedPrompt], every: int):
         self.journal, self.asked, self.prompts, self.every = journal, asked, prompts, every
         self._steps = 0
         self._behind = False  # the disk did not take the last state
-        self.lent_bytes = 0  # of host memory, that no sequence counts as its own
+        self.lent_bytes = 0  # of host memory that no sequence counts as its own
 
     @classmethod
     def begin(cls, keep: Keep, asked: Asked, prompts: Sequence[EncodedPrompt]) -> KeptRun:
-        """Begin in a new or empty directory; raises KvcliError (usage) where it is another."""
+        """Begin in a new or empty directory; raises KvcliError (usage) for any other."""
         tokens = {
             f"{at}.{name}": torch.tensor(getattr(prompt, name), dtype=torch.int64)
             for at, prompt in enumerate(prompts)
@@ -135,8 +135,8 @@ class KeptRun:
         """Open what `begin` made.
 
         Raises:
-            KvcliError: there is no run, it is of a newer kvcli, or another process is at work on it (usage); a file is
-                not as it was written (runtime).
+            KvcliError: there is no run, it is of a newer kvcli, or another process is at work on it (usage); a file
+                differs from what was written (runtime).
         """
         journal = Journal(keep.directory)
         try:
@@ -152,7 +152,7 @@ class KeptRun:
 
     @property
     def directory(self) -> Path:
-        """Where it is kept."""
+        """The directory that it is kept in."""
         return self.journal.directory
 
     @property
@@ -172,7 +172,7 @@ class KeptRun:
         """The method and its settings.
 
         Raises:
-            KvcliError: there is no such method, or it has other settings by now (usage).
+            KvcliError: there is no such method, or its settings have changed (usage).
         """
         asked = {key: value for key, value in self.asked.profile.items() if key != "hash"}
         settings = asked.pop("settings")
@@ -185,14 +185,14 @@ class KeptRun:
 
     @property
     def _begun_with(self) -> str:
-        """The way out where the code has changed; a version under development may have changed within itself."""
+        """The hint if the code has changed; a version under development may have changed within itself."""
         return f"go on with the code that it was begun with, kvcli {self.asked.kvcli}, or begin anew"
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse another model or tokenizer than the run began with.
 
         Raises:
-            KvcliError: it is another (usage).
+            KvcliError: one of them differs (usage).
         """
         found = {
             "model": (self.asked.fingerprint, fingerprint(checkpoint)),
@@ -204,10 +204,10 @@ class KeptRun:
                 raise usage_error(what, f"its fingerprint was {began} and is {now}")
 
     def restore(self, engine: Engine, timeline: Timeline) -> list[RunningSequence]:
-        """Make the sequences that were read, as they were when they were last kept.
+        """Make the sequences that were read, in their last kept state.
 
         Raises:
-            KvcliError: a file is not as it was written, or the state is not of this version's method (runtime).
+            KvcliError: a file differs from what was written, or the state is not of this version's method (runtime).
         """
         kept = self.journal.tree()
         if kept is None:
@@ -228,15 +228,15 @@ class KeptRun:
         return sequences
 
     def step(self, sequences: Sequence[RunningSequence], failure: Callable[[str], None]) -> None:
-        """Note a step of all sequences, and keep their state after every so many."""
+        """Count a step of all sequences, and save their state after every `every` steps."""
         self._steps += 1
         if self._steps % self.every == 0:
             self.save(sequences, failure)
 
     def save(self, sequences: Sequence[RunningSequence], failure: Callable[[str], None]) -> None:
-        """Keep the state of all sequences that were read.
+        """Save the state of all sequences that were read.
 
-        Where the disk does not take it, the run goes on without; `failure` is told, once until it takes one again.
+        If the disk does not take it, the run continues without; `failure` is told once until a later write succeeds.
         """
         state = capture(list(sequences), self.journal.written)
         made = [(sequence.index, sequence.method.context.capacity) for sequence in sequences]
@@ -250,7 +250,7 @@ class KeptRun:
             self._behind = True
 
     def finish(self, report: Report, failure: Callable[[str], None]) -> None:
-        """Keep what came of it, and no state any more."""
+        """Save the report, and drop the state."""
         try:
             self.journal.add(_REPORT, report.to_json().encode())
             self.journal.forget()
@@ -258,7 +258,7 @@ class KeptRun:
             failure(self._unwritten(error))
 
     def report(self) -> Report | None:
-        """What came of it; None while it has not finished."""
+        """Return the report; None until the run has finished."""
         if _REPORT not in self.journal.head.files:
             return None
         return TypeAdapter(Report).validate_json(self.journal.read(_REPORT))
@@ -267,7 +267,7 @@ class KeptRun:
         return f"{self.directory}: not written, {error.strerror or error}; it holds what was kept before"
 
     def close(self) -> None:
-        """Let other processes go on with it."""
+        """Let other processes continue it."""
         self.journal.close()
 
     def _fresh(

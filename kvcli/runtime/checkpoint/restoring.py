@@ -1,4 +1,4 @@
-"""Objects made afresh get the state that `kvcli.memory.state` captured."""
+"""Restore the state that `kvcli.memory.state` captured into objects made afresh."""
 
 import sys
 from collections import deque
@@ -17,7 +17,7 @@ class Restoring:
     """Fills an object `root`, made afresh, with the state that `tree` describes: `put` all bytes, then `finish`.
 
     Raises:
-        ValueError: the object has not the form that the state was captured from.
+        ValueError: the object does not have the form that the state was captured from.
     """
 
     def __init__(self, root: Any, tree: Any, tiers: Tiers):
@@ -26,7 +26,7 @@ class Restoring:
         self._memory: dict[str, torch.UntypedStorage] = {}
         self._lists: dict[str, list[Any]] = {}
         self._last: list[Callable[[], object]] = []
-        with torch.inference_mode(False):  # what is made here can be written to wherever decoding goes on
+        with torch.inference_mode(False):  # tensors made here must be writable wherever decoding continues
             self._restore(root, tree["root"])
 
     def put(self, part: StatePart) -> None:
@@ -41,12 +41,12 @@ class Restoring:
             raw(self._memory[name]).copy_(values)
 
     def finish(self) -> None:
-        """Give the objects what was to wait for the bytes."""
+        """Restore what had to wait for the bytes."""
         for call in self._last:
             call()
 
     def _restore(self, fresh: Any, node: Any) -> Any:
-        """Make the value of a node, in the place of a `fresh` one where there is one."""
+        """Make the value of a node, in place of the `fresh` one if there is one."""
         if not isinstance(node, dict):
             return node
         ((kind, value),) = node.items()
@@ -140,7 +140,7 @@ class Restoring:
 
 
 def _allocate(size: int, tier: str, tiers: Tiers) -> torch.UntypedStorage:
-    """Allocate bytes in a tier; in host memory as pages lie there, pinned for CUDA."""
+    """Allocate bytes in a tier; host memory is allocated as for pages, pinned for CUDA."""
     if tier == "host" and tiers.pinned is not None:
         return tiers.pinned.allocate((size,), torch.uint8).result().untyped_storage()
     return torch.empty(size, dtype=torch.uint8, device="cpu" if tier == "host" else tiers.device).untyped_storage()

@@ -1,17 +1,13 @@
-"""Decoding over slots: a step whose phases overlap, without a decision on the host, and one CUDA graph (FreeKV, 4).
+"""Decoding over slots: overlapping phases in one CUDA graph, without decisions on the host (FreeKV, section 4).
 
-    lengths    how long the sequences of a batch are, and what follows from that
-    streams      the streams that phases run on, and what waits for what
-    layers     what one layer does at a step, as its plan says (`kvcli.methods.step`)
-    recall     how missing pages come from host memory: read by a kernel, or copied through staging buffers
-    pipeline   the attention handler of a whole batch, and the log that becomes its counters
-    stepper    a step of the model around it, captured in a graph where that can be
-    recorder   work captured in graphs, and how a capture that fails leaves all as it was
+    layers     one layer's work in a step, as its plan says (`kvcli.methods.step`); lengths; the log
+    recall     fetching missing pages from host memory: read by a kernel, or copied through staging buffers
+    pipeline   the attention handler of a whole batch; layers fetched whole; synthetic decisions for measurements
+    stepper    a step of the model around it, captured in a graph if possible
+    recorder   streams, graphs, and recovery from a failed capture
     piecewise  a step whose attention is its method's own, captured around it
-    fused      what lies between the attention of two layers, in few kernels
-    residual   decoder layers whose sum behind attention is made by the norm's kernel
-    synthetic  speculation that is told what to find, for measurements on made-up weights
+    fused      the work between the attention of two layers, in few kernels
 
-What a step attends to is what `kvcli.runtime.decode.BlockingPipeline` says: the same pages, the same tokens, the same
-counts. On a CPU the kernels' references do the work and nothing overlaps.
+A step attends to what `kvcli.runtime.decode.BlockingPipeline` defines: the same pages, tokens and counts. On a CPU the
+kernels' references do the work and nothing overlaps.
 """

@@ -1,7 +1,7 @@
-"""The kernels of a GPU for what lies between the attention of two layers.
+"""GPU kernels for the work between the attention of two layers.
 
-Projections that were made one keep their weights side by side from then on, each a view of its part: nothing is on the
-device twice, but for one layer's while it is put together.
+Combined projections keep their weights adjacent from then on, each a view of its part: no weight is on the device
+twice, except those of one layer while they are combined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcli.kernels.norm_rope import Rotation, add_rms_norm, rms_norm, rotate, si
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.fused import Kernels, Norm, fused_by, gated_of, norm_of, replaced
 
-# Decoder layers that add what attention gave within the kernel that normalises the sum for the MLP.
+# Decoder layers that add the attention output within the kernel that normalises the sum for the MLP.
 
 
 class Parts(NamedTuple):
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
 
 @contextmanager
 def sums_in_norms(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, layers of a model that are of this kind take a kernel less."""
+    """Save a kernel in each suitable layer of a model within this context."""
     with ExitStack() as left:
         for layer in decoder_of(model).layers:  # type: ignore[union-attr]
             parts = parts_of(layer)
@@ -48,7 +48,7 @@ def sums_in_norms(model: PreTrainedModel) -> Iterator[None]:
 
 def _forward(before: Callable[..., Tensor], parts: Parts, norm: Norm) -> Callable[..., Tensor]:
     def forward(hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
-        if args:  # which arguments they are is the layer's own affair
+        if args:  # only the layer itself knows which arguments these are
             return before(hidden_states, *args, **given)
         found = parts.attention(hidden_states=parts.before_attention(hidden_states), **given)[0]
         total, normed = add_rms_norm(hidden_states, found, *norm)
@@ -59,7 +59,7 @@ def _forward(before: Callable[..., Tensor], parts: Parts, norm: Norm) -> Callabl
 
 
 def parts_of(layer: nn.Module) -> Parts | None:
-    """Give the parts of a layer that is h = x + attention(norm(x)), then h + mlp(norm(h)), with a gated MLP."""
+    """Return the parts of a layer that is h = x + attention(norm(x)), then h + mlp(norm(h)), with a gated MLP."""
     children = list(layer.children())
     norms = [child for child in children if norm_of(child) is not None]
     mlps = [child for child in children if gated_of(child) is not None]
@@ -77,7 +77,7 @@ def parts_of(layer: nn.Module) -> Parts | None:
 
 
 def _runs(layer: nn.Module, parts: Parts, x: Tensor) -> bool:
-    """Try a layer out, with modules in place of its own; attention has to be given all that the layer is."""
+    """Try a layer out with stand-ins for its modules; attention must receive everything that the layer receives."""
     named = signature(layer.forward).parameters.values()
     given = {each.name: object() for each in named if each.kind == Parameter.POSITIONAL_OR_KEYWORD}
     given = {"something_else": object(), **given}
@@ -101,13 +101,13 @@ def _runs(layer: nn.Module, parts: Parts, x: Tensor) -> bool:
 
 @contextmanager
 def fused_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Run the layers of a model as few kernels; what they compute is the same within rounding."""
+    """Run the layers of a model as few kernels within this context; results are the same within rounding."""
     with sums_in_norms(model), fused_by(GpuKernels(), model):
         yield
 
 
 class GpuKernels(Kernels):
-    """One product for several layers, one kernel for what follows it."""
+    """One product for several layers, one kernel for the operation that follows it."""
 
     @override
     def serve(self, x: Tensor) -> bool:
@@ -140,7 +140,7 @@ class GpuKernels(Kernels):
 
 @torch.no_grad()
 def side_by_side(linears: Sequence[nn.Linear]) -> None:
-    """Put the weights of linear layers one behind the other in memory, where they are not; each becomes a view."""
+    """Make the weights of linear layers adjacent in memory, if they are not; each becomes a view."""
     for parts in ([x.weight for x in linears], [x.bias for x in linears if x.bias is not None]):
         if not parts or _adjacent(parts):
             continue
@@ -159,7 +159,7 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def _whole(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Give weight and bias of layers that lie side by side as those of one."""
+    """Return weight and bias of adjacent layers as those of one layer."""
     first, rows = linears[0], sum(x.out_features for x in linears)
     weight = first.weight.data.as_strided((rows, first.in_features), (first.in_features, 1))
     return weight, None if first.bias is None else first.bias.data.as_strided((rows,), (1,))

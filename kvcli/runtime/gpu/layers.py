@@ -1,14 +1,14 @@
-"""What one layer of a batch does at a step, over slots: any plan (`kvcli.methods.step`), carried out.
+"""Run one layer of a batch in a step, over slots, by any plan (`kvcli.methods.step`).
 
-Shapes: q [b, H, d], the new token's k and v [b, Hk, d] -> out [b, H, d]. The caller uses the tensors again afterwards.
-
-Three streams work on a layer, and on nothing at once, because
+Shapes: q [b, H, d], the new token's k and v [b, Hk, d] -> out [b, H, d]. The caller reuses the tensors afterwards.
+Three streams work on a layer without ever touching the same data at once, because
 
     slots and page table   belong to a KV head, and a head that chooses after attention is either corrected, all in one
-                           stream, or attends on the main stream and is recalled for after that (`attended`); where all
+                           stream, or attends on the main stream and is recalled for after that (`attended`); if all
                            heads choose before attention, the main stream does both
-    the newest token's row is written by its head's attention, or before it; what it completes is indexed and written
-                           out after all attention (`attended`, `corrected`), unless scores need it before
+    the newest token's row is written by its head's attention, or before it; a page or block that it completes is
+                           indexed and written out after all attention (`attended`, `corrected`), unless scores need
+                           it before
     that page              is in the window: it is neither scored nor recalled before the next step
     q, k, v, out           are read last in the correction stream, which the layer waits for; the recall stream reads
                            the queries' copy, which is written again at the next step
@@ -40,15 +40,15 @@ from kvcli.runtime.gpu.recall import recall_of
 from kvcli.runtime.gpu.recorder import Point, Streams
 from kvcli.telemetry.counters import Count, Counters
 
-# What the steps of a pipeline found, kept on the device and read once in a while: it becomes the counters.
+# The results of a pipeline's steps, kept on the device and read once in a while into the counters.
 
 STEPS = 256
 """Steps between two readings."""
 
 
 class LayerStepStats(NamedTuple):
-    """What a layer finds at a step, of every KV head [b, Hk]: its turn, its misses before attention and after it, and
-    what it asked for where that varies.
+    """A layer's results in a step, for every KV head [b, Hk]: its turn, its misses before and after attention, and the
+    number of pages it requested, if that varies.
     """
 
     turn: Tensor
@@ -59,10 +59,10 @@ class LayerStepStats(NamedTuple):
 
 @dataclass(frozen=True)
 class LoggedLayer:
-    """A layer that chooses: KV heads, the layout of what it chooses, bytes of a page of one head in host memory.
+    """A layer that chooses: KV heads, the layout of its choice, bytes of a page of one head in host memory.
 
     It writes a page to host memory whenever one fills, in the sequences in which it `writes`. A layer that `speculates`
-    chooses as its `turn` says, others at every step of a sequence that has `active_from` tokens or more.
+    chooses as its `turn` says, others at every step of a sequence that has at least `active_from` tokens.
     """
 
     layer: int
@@ -76,12 +76,12 @@ class LoggedLayer:
 
     @property
     def size(self) -> int:
-        """Numbers that a KV head of it finds at a step: none where everything follows from lengths."""
+        """Numbers that each of its KV heads logs in a step: none if everything follows from lengths."""
         return len(LayerStepStats._fields) if self.block_bytes else 0
 
 
 class Log:
-    """Steps of b sequences, in the layers that choose; `found` is where they write what the present step finds."""
+    """Steps of b sequences, in the layers that choose; layers write the results of the present step to `found`."""
 
     def __init__(self, layers: Sequence[LoggedLayer], lengths: Sequence[int], device: torch.device):
         self.layers, self.lengths = layers, lengths
@@ -97,21 +97,21 @@ class Log:
 
     @property
     def keeps(self) -> bool:
-        """Whether a step finds anything that is kept."""
+        """Whether a step logs anything."""
         return len(self.present) > 0
 
     def start(self) -> None:
-        """Begin with step 0; what was tried out before is forgotten."""
+        """Begin with step 0; forget what was tried out before."""
         self.next.zero_()
 
     def take(self) -> None:
-        """Keep what this step found; the same work at every step, so that it may be captured in a graph."""
+        """Keep the results of this step; the work is the same at every step, so that a graph can capture it."""
         if self.keeps:
             self.steps.index_copy_(0, self.next, self.present[None])
             self.next.add_(1).remainder_(STEPS)
 
     def count(self, counters: Sequence[Counters], steps: range) -> None:
-        """Count up to `STEPS` of the last steps, by their numbers; a sequence that had ended counts no more of them."""
+        """Count up to `STEPS` of the last steps, by their numbers; a sequence that had ended counts none of them."""
         rows = self.steps[[step % STEPS for step in steps]].cpu()
         lengths = torch.tensor(self.lengths) + torch.tensor(steps)[:, None] + 1  # [steps, b], after each
         for layer, part in zip(self.layers, torch.split(rows, self.sizes, 1), strict=True):
@@ -132,7 +132,7 @@ class Log:
 
 
 def _by_head(layer: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict[Count, Tensor]:
-    """What each KV head of a layer did: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Hk] each."""
+    """Return each KV head's counts in a layer: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Hk] each."""
     corrected = found.turn == Turn.CORRECTED
     active = (lengths >= torch.tensor(layer.active_from))[..., None]
     chose = found.turn != Turn.IDLE if layer.speculates else active
@@ -146,7 +146,7 @@ def _by_head(layer: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict
 
 
 def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepStats, lengths: Tensor) -> Tensor:
-    """What a layer did: of its heads and found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
+    """Sum up a layer's counts: heads and found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
     sums = {count: of_heads.sum(-1) for count, of_heads in heads.items()}
     indexed = layer.layout.size * layer.layout.group  # tokens that are written out together
     together = layer.num_kv_heads * layer.layout.group * layer.block_bytes
@@ -162,11 +162,11 @@ def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepSta
     return torch.stack([amounts.get(count, none) for count in Count], -1)
 
 
-# How long the sequences of a batch are at a step, on the device: what steps differ by, once for all layers.
+# Lengths of the sequences of a batch at a step, on the device, shared by all layers.
 
 
 class StepLengths:
-    """`seen`: tokens of every sequence, the newest among them; `first`: those whose KV exists before the first step."""
+    """`seen`: tokens of every sequence, including the newest; `first`: tokens whose KV exists before the first step."""
 
     def __init__(self, lengths: Sequence[int], num_layers: int, device: torch.device):
         self.first = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -178,7 +178,7 @@ class StepLengths:
         self.flags: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}
 
     def held_in(self, layer: int, parts: Sequence[LayerSlots]) -> Tensor | None:
-        """Give the tokens held in a layer, where it does not hold all that were seen; kernels know them as lengths."""
+        """Return the tokens held in a layer, if it does not hold all tokens seen; kernels take them as lengths."""
         if all(part.dropped == 0 and part.most is None and part.period is None for part in parts):
             return None
         self.some_dropped = True
@@ -190,7 +190,7 @@ class StepLengths:
         return held
 
     def active(self, slots: BatchSlots) -> Tensor:
-        """Give the flags [b, Hk] of sequences in which such a layer chooses; layers that are alike share them."""
+        """Return the flags [b, Hk] of sequences in which such a layer chooses; layers that are alike share them."""
         key = tuple(slots.active_from), slots.rows.k.shape[1]
         if key not in self.flags:
             least = self.first.new_tensor(slots.active_from)[:, None].expand(-1, key[1])
@@ -203,7 +203,7 @@ class StepLengths:
         self.running.fill_(1)
 
     def end(self, row: int) -> None:
-        """Let a sequence take part no more."""
+        """Remove a sequence from further steps."""
         self.seen[row] = 0
         self.running[row] = 0
 
@@ -221,8 +221,8 @@ class StepLengths:
 class PlannedLayer:
     """One layer's part of a step, as its plan says; a call appends the newest token of every sequence and attends.
 
-    `active` [b, Hk] bool says in which sequences it chooses at this step. What the
-    layer finds goes to `found`, of layers that fetch. Its work beside the main stream runs in `stream`.
+    `active` [b, Hk] bool says in which sequences it chooses at this step. A layer that fetches writes its results to
+    `found`. Its work outside the main stream runs in `stream`.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class PlannedLayer:
         return out
 
     def choose_ahead(self, q: Tensor, softmax: Softmax) -> None:
-        """Choose and fetch for the next call, with queries q that the layer before predicts; nothing waits yet."""
+        """Choose and fetch for the next call, with predicted queries q; nothing waits yet."""
         recalls = self.recalls
         assert recalls is not None
         begun = self.streams.mark()
@@ -296,11 +296,11 @@ class PlannedLayer:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether the host has to know something of a step, so that it cannot be captured."""
+        """Whether the host needs to know something of a step, so that it cannot be captured."""
         return self.recalls is not None and self.recalls.back_end.waits_for_device
 
     def _chosen(self, q: Tensor, softmax: Softmax) -> tuple[PagedKV, Tensor | None]:
-        """Choose before attention: the rows to attend to, and which of them are kept."""
+        """Choose before attention: return the rows to attend to, and which of them are kept."""
         if self.recalls is None:
             chosen = self.select(q, self.active, softmax)
             return self.rows._replace(resident=chosen.pages), chosen.kept
@@ -308,14 +308,14 @@ class PlannedLayer:
         return self.rows, None
 
     def _take_in(self, new: NewToken) -> None:
-        """Index and write out the newest token, or what it has completed."""
+        """Index and write out the newest token, or the page or block that it has completed."""
         assert self.index is not None
         self.index.update(new, self.recalls.host if self.recalls is not None and self.recalls.writes else None)
 
     def _speculate(self, heads: Speculation, q: Tensor, new: NewToken, softmax: Softmax, out: Tensor) -> None:
-        """Attend to what the step before chose, but for heads that turned; then choose for the next step.
+        """Attend to the choice of the step before, except for heads that turned; then choose for the next step.
 
-        On the main stream the queries are compared, and the heads that reuse attend. Beside it, in `correction`, the
+        On the main stream the queries are compared, and the heads that reuse attend. In parallel, in `correction`, the
         heads that turned too far select, recall and attend; the layer waits for them. In a recall stream the heads that
         reused select and recall for the next step, once attention has read their slots; the step waits for that at its
         end. A stream with nothing to do costs the launches of kernels that return at once: the host is not asked.
@@ -341,7 +341,7 @@ class PlannedLayer:
         self.streams.wait(corrected)
 
     def bring(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> None:
-        """Select for `heads` [b, Hk], make the page table say so, and recall what is missing."""
+        """Select for `heads` [b, Hk], update the page table, and recall the missing pages."""
         assert self.recalls is not None
         chosen = self.select(q, heads, softmax, misses)
         if chosen.asked is not None:
@@ -349,7 +349,7 @@ class PlannedLayer:
         self.recalls.bring(misses)
 
     def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
-        """Choose for `heads` [b, Hk] with queries q; with `misses` the page table says so, and these what it lacked."""
+        """Choose for `heads` [b, Hk] with queries q; with `misses`, update the page table and list what it lacked."""
         assert self.index is not None
         resident = None if self.recalls is None or misses is None else self.recalls.resident
         selection = Selection.empty(heads, self.slots.into.selected, resident, misses)
@@ -364,7 +364,7 @@ class Ahead(NamedTuple):
 
 
 class Recalls:
-    """What a layer fetches pages by: the back end, and lists of what is missing, before attention and after it."""
+    """The back end that a layer fetches pages with, and lists of missing pages, before and after attention."""
 
     def __init__(self, slots: BatchSlots, fetch: FromHost, found: LayerStepStats):
         assert slots.host is not None
@@ -377,24 +377,24 @@ class Recalls:
         self.later = MissList(pages[1], into[1], found.missed_later)
 
     def bring(self, misses: MissList) -> None:
-        """Bring what is missing."""
+        """Fetch the missing pages."""
         self.back_end(self.host, misses, self.slots)
         if self.rebuild is not None:
             self.rebuild(misses)
 
 
 class Speculation:
-    """Which KV heads reuse the selection of the step before: state of a layer, [b, Hk] each."""
+    """Records which KV heads reuse the selection of the step before: state of a layer, [b, Hk] each."""
 
     def __init__(self, layer: int, correction: Correction, found: LayerStepStats):
         self.threshold, self.pooling = correction.below[layer], correction.pooling
         flags = torch.zeros(3, *found.turn.shape, dtype=torch.bool, device=found.turn.device)
-        self.waiting, self.others, self.reusing = flags  # what the streams go by
+        self.waiting, self.others, self.reusing = flags  # flags that the streams read
         self.decision = Decision(self.waiting, self.others, self.reusing, found.turn, torch.zeros_like(found.turn))
         self.query = torch.empty(0)  # [b, H, d] of the last step that retrieved
 
     def decide(self, q: Tensor, rows: PagedKV) -> None:
-        """Say which heads wait, and keep the queries: `q` is the caller's again before all streams have read it."""
+        """Decide which heads wait, and copy the queries: the caller reuses `q` before all streams have read it."""
         if self.query.numel() == 0:
             self.query = torch.zeros_like(q, memory_format=torch.contiguous_format)
         correct_heads(q, self.query, rows.lengths, rows.layout, self.threshold, self.pooling, self.decision)

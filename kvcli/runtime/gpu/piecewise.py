@@ -1,8 +1,8 @@
-"""A decode step in pieces: what lies between the attention of two layers, each captured in a CUDA graph.
+"""A decode step in pieces: the work between the attention of two layers, each captured in a CUDA graph.
 
-For methods whose step is their own (no `step_plan`): attention stays phase after phase, sequence by sequence, and all
-else, in few kernels (`kvcli.runtime.gpu.fused`), costs the host a replay a layer. Queries, keys, values and what
-attention gives lie in tensors that never move. A sequence that has ended stays in its place; nothing attends for it.
+For methods that run their own step (no `step_plan`): attention stays phase after phase, sequence by sequence.
+Everything else, in few kernels (`kvcli.runtime.gpu.fused`), costs the host one replay per layer. Queries, keys, values
+and attention outputs lie in tensors that never move. A sequence that has ended stays in its place without attending.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 class PiecewiseStepper(Stepper):
     """Steps of a batch by its own method objects, with a piece of the model between the attention of two layers.
 
-    `notice` is told where pieces cannot be captured; then, and where there is no `recorder`, the model runs as it is.
+    `notice` is told if pieces cannot be captured; in that case, and without a `recorder`, the model runs as it is.
     """
 
     @torch.inference_mode()
@@ -52,7 +52,7 @@ class PiecewiseStepper(Stepper):
     ):
         self.hook, self.sequences = hook, sequences
         device = hook.model.device
-        self.left = ExitStack()  # what is to be undone at the end
+        self.left = ExitStack()  # undone at the end
         if device.type == "cuda" or recorder is not None:
             self.left.enter_context(fused_layers(hook.model))
         self.states = BatchStates(hook.geometry.states, [sequence.method.states for sequence in sequences])
@@ -115,7 +115,7 @@ class PiecewiseStepper(Stepper):
         """Capture a step in pieces, while no sequence takes part."""
 
         def cut(layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-            # Zeros belong to the piece before: what attention puts in their place is there for the next one.
+            # The zeros belong to the piece before; attention overwrites them before the next piece.
             self.calls.append(Call(layer, q, k, v, softmax, q.new_zeros(q.transpose(1, 2).shape)))
             recorder.cut()
             return self.calls[-1].out

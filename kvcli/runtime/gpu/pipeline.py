@@ -30,13 +30,13 @@ from kvcli.runtime.gpu.layers import STEPS, Log, LoggedLayer, PlannedLayer, Step
 from kvcli.runtime.gpu.recorder import Point, Streams
 from kvcli.telemetry.counters import Count, Counters
 
-# Layers that lie in host memory and come to the device whole, one while the layer before it is attended to (offload).
+# Layers in host memory that are fetched whole, each while the layer before it attends (offload).
 
 STREAM = "recall 0"
 
 
 class WholeLayers:
-    """Those of one device: `parts` are the slots of every layer's sequences, in host memory."""
+    """The layers of one device: `parts` are the slots of every layer's sequences, in host memory."""
 
     def __init__(self, parts: Mapping[int, Sequence[LayerSlots]], lengths: StepLengths, streams: Streams):
         self.order, self.lengths, self.streams = list(parts), lengths, streams
@@ -49,10 +49,10 @@ class WholeLayers:
         dtype = next(iter(self.host.values())).tokens[0].dtype
         shape = Whole.buffers(len(self.order)), batch, parts_of_token, self.rows * width
         self.buffers = seen.new_empty(shape, dtype=dtype)
-        self.coming: Point | None = None  # when the layer whose turn it is is there
+        self.coming: Point | None = None  # when the layer whose turn it is has arrived
 
     def buffer(self, layer: int) -> Tensor:
-        """View the buffer that a layer comes into: [b, t, rows, Hk, d]."""
+        """Return a view of the buffer that a layer is fetched into: [b, t, rows, Hk, d]."""
         turn = self.order.index(layer)
         last = turn == len(self.order) - 1
         _, _, heads, d = self.host[layer].shape
@@ -60,7 +60,7 @@ class WholeLayers:
         return own[..., : self.rows * heads * d].unflatten(-1, (self.rows, heads, d))  # type: ignore[no-untyped-call, no-any-return]
 
     def slots(self, layer: int) -> BatchSlots:
-        """Give the layer as slots, of which there is one for every token."""
+        """Return the layer as slots, one for every token."""
         kv = self.buffer(layer).transpose(2, 3)  # [b, t, Hk, rows, d]
         layout = SlotLayout.everything(self.rows)
         arrived = self.seen.new_zeros(kv.shape[0], kv.shape[2])
@@ -68,12 +68,12 @@ class WholeLayers:
         return BatchSlots(rows, {}, self.seen, None, layout, [NEVER] * len(self.seen))
 
     def start(self) -> None:
-        """Have the first layer there before the first step."""
+        """Fetch the first layer before the first step."""
         first = self.order[0]
         bring_tokens(self.host[first], self.seen, self.buffer(first))
 
     def begin(self, layer: int) -> None:
-        """Let the layer after this one come, and wait for this one."""
+        """Start to fetch the layer after this one, and wait for this one."""
         begun, coming = self.streams.mark(), self.coming
         if len(self.order) > 1:  # a single one stays
             turn = (self.order.index(layer) + 1) % len(self.order)
@@ -89,7 +89,7 @@ class WholeLayers:
         store_newest(self.host[layer], new, self.seen)
 
     def count(self, counters: Sequence[Counters], steps: range) -> None:
-        """Count those of the steps that a sequence took."""
+        """Count the steps that each sequence took."""
         lengths = self.lengths.first.tolist()  # before the first step
         for layer, host in self.host.items():
             _, parts, heads, d = host.shape
@@ -105,21 +105,21 @@ class WholeLayers:
 
 
 class FetchedLayer(PlannedLayer):
-    """A layer that attends to all of its tokens in the buffer that it has come into."""
+    """A layer that attends to all of its tokens in the buffer that it was fetched into."""
 
     def __init__(self, whole: WholeLayers, layer: int, slots: BatchSlots, *beside: Any):
         super().__init__(layer, slots, *beside)
         self.whole, self.layer = whole, layer
 
     def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
-        """Attend while the next layer comes."""
+        """Attend while the next layer is fetched."""
         self.whole.begin(self.layer)
         out = super().__call__(q, new, softmax)
         self.whole.end(self.layer, new)
         return out
 
 
-# Speculation that is told what to find: for measuring a pipeline on made-up weights, whose queries mean nothing.
+# Prescribed speculation: for measuring a pipeline on random weights, whose queries mean nothing.
 
 PATTERNS = 64
 """Steps after which the same heads are corrected again."""
@@ -127,16 +127,16 @@ PATTERNS = 64
 
 @dataclass(frozen=True)
 class DecisionRates:
-    """Part of the KV heads that a step corrects, and part of a head's pages that a step exchanges."""
+    """The share of KV heads that a step corrects, and the share of a head's pages that a step exchanges."""
 
     corrected: float
     turnover: float
 
 
 class SyntheticDecisions:
-    """What the heads [b, Hk] of all layers do at a step, and what pages [b, Hk, k] they select, the same in all layers.
+    """Prescribes what the heads [b, Hk] of all layers do, and the pages [b, Hk, k] they select, equal in all layers.
 
-    A selection is a stretch of the pages that sequences of these first `lengths` [b] have to choose from, and moves on
+    A selection is a contiguous range of the pages that sequences of these first `lengths` [b] choose from, and advances
     by `turnover` of its length.
     """
 
@@ -167,17 +167,17 @@ class SyntheticDecisions:
 
 
 class SyntheticDecisionLayer(PlannedLayer):
-    """A layer that compares, scores and selects, and then does as it is told; the log has what it found itself."""
+    """A layer that compares, scores and selects, but follows prescribed decisions; the log has its own results."""
 
     def follow(self, forced: SyntheticDecisions, layer: int) -> None:
-        """Take what to do from `forced`, as layer `layer`."""
+        """Take the decisions for layer `layer` from `forced`."""
         assert self.speculation is not None
         self.forced, heads = forced, self.speculation
         heads.waiting, heads.others, heads.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
 
     @override
     def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
-        """Do the work, and take the pages that were told."""
+        """Do the work, but return the prescribed pages."""
         super().select(q, heads, softmax)
         if self.recalls is not None and misses is not None:
             resolve_pages_device(self.recalls.resident, self.forced.selected, misses, heads)
@@ -185,7 +185,7 @@ class SyntheticDecisionLayer(PlannedLayer):
 
 
 class Side(NamedTuple):
-    """What layers on one device have in common: how long sequences are, what is found, and where work runs."""
+    """Shared by the layers on one device: lengths of sequences, the log of results, and streams."""
 
     lengths: StepLengths
     log: Log
@@ -197,11 +197,11 @@ RECALL_STREAMS = 2
 
 
 class SlotPipeline:
-    """Serves a batch by prefilled method objects, one a sequence, that state their step; takes their caches over.
+    """Serves a batch of prefilled method objects, one per sequence, that state their step; takes their caches over.
 
     `lengths` are the tokens whose KV exists. `streams` are those of each device on which layers lie, or of all. `rates`
-    are for measurements on one device, see `kvcli.runtime.gpu.pipeline`. Where there are several devices, what is done
-    for one is done `on` it.
+    are for measurements on one device (`SyntheticDecisions`). With several devices, the work of each is done within
+    `on` of it.
 
     Raises:
         ValueError: the method cannot be served over slots.
@@ -246,7 +246,7 @@ class SlotPipeline:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether the host has to know something of a step, so that it cannot be captured."""
+        """Whether the host needs to know something of a step, so that it cannot be captured."""
         return any(layer.waits_for_device for layer in self.layers)
 
     def start(self) -> None:
@@ -259,7 +259,7 @@ class SlotPipeline:
                     self.whole[device].start()
 
     def end(self, row: int) -> None:
-        """Let a sequence take part no more."""
+        """Remove a sequence from further steps."""
         for side in self.sides.values():
             side.lengths.end(row)
 
@@ -272,7 +272,7 @@ class SlotPipeline:
             self.forced.advance(self.lengths.seen)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with one token a sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
+        """Attend with one token per sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
         new = NewToken(k[:, :, 0], v[:, :, 0])
         if not same_strides(new.k, new.v):
             new = NewToken(new.k.contiguous(), new.v.contiguous())
@@ -280,11 +280,11 @@ class SlotPipeline:
 
     @property
     def predicted(self) -> set[int]:
-        """Layers that choose by the query that the layer before them predicts: not the model's first."""
+        """Layers that choose by the query predicted from the layer before; never the model's first."""
         return {layer for layer, each in enumerate(self.layers) if layer and each.plan.when == "ahead"}
 
     def predict(self, layer: int, q: Tensor, scale: float) -> None:
-        """Let a layer choose with queries [b, H, d], not rotated yet, before the layer before it attends."""
+        """Let a layer choose with unrotated queries [b, H, d] before the previous layer attends."""
         rotations, seen = self.turned[layer], self.sides[self.devices[layer]].lengths.seen
         turned = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotations else q.clone()
         for part, rotation in rotations:
@@ -292,23 +292,23 @@ class SlotPipeline:
         self.layers[layer].choose_ahead(turned, Softmax(scale))
 
     def settle(self) -> None:
-        """End a step: everything in every stream is done, and what was found is kept."""
+        """End a step: wait for all streams, and keep the results."""
         for device, side in reversed(self.sides.items()):  # a step ends on the device on which it began
-            with self.on(device) if side.log.keeps else nullcontext():  # an empty graph is none
+            with self.on(device) if side.log.keeps else nullcontext():  # an empty graph cannot be captured
                 side.streams.join()
                 side.log.take()
 
     def leave(self, device: torch.device) -> None:
-        """Have all streams of a device done before a step goes on elsewhere."""
+        """Wait for all streams of a device before a step continues elsewhere."""
         self.sides[device].streams.join()
 
     def forget(self) -> None:
-        """Wait for nothing that a capture began which was broken off."""
+        """Drop everything that an aborted capture has begun, without waiting for it."""
         for side in self.sides.values():
             side.streams.forget()
 
     def count(self) -> None:
-        """Count what the steps so far found; to be called every `STEPS` steps and at the end. Waits for the device."""
+        """Count the results of the steps so far, every `STEPS` steps and at the end. Waits for the device."""
         counters = [method.context.counters for method in self.methods]
         for side in self.sides.values():
             side.log.count(counters, range(self.counted, self.steps))
@@ -317,7 +317,7 @@ class SlotPipeline:
         self.counted = self.steps
 
     def finish(self) -> None:
-        """Count the last steps, and give the methods what the choices of their layers have counted."""
+        """Count the last steps, and pass the tallies of their layers' choices to the methods."""
         self.count()
         for index, layer in enumerate(self.layers):
             tally = {name: numbers.tolist() for name, numbers in layer.choose.tally.items()}
@@ -326,7 +326,7 @@ class SlotPipeline:
                     method.take_tally(index, {name: numbers[row] for name, numbers in tally.items()})
 
     def stepped(self) -> None:
-        """Say that a step was run."""
+        """Record that a step was run."""
         self.steps += 1
         if self.steps - self.counted == STEPS:
             self.count()
@@ -334,9 +334,9 @@ class SlotPipeline:
     def _whole(
         self, lengths: Mapping[torch.device, StepLengths], streams: Mapping[torch.device, Streams]
     ) -> dict[torch.device, WholeLayers]:
-        """Those layers of each device that come to it whole."""
+        """Find the layers of each device that are fetched whole."""
         parts = {layer: self._parts(layer) for layer in self.methods[0].retrieval}
-        for method in self.methods:  # whose buffers make room for those of the batch, once nothing is refused any more
+        for method in self.methods:  # their buffers make room for those of the batch, once nothing is refused any more
             method.leave_phases()
         found = {}
         for device, its in lengths.items():
@@ -361,7 +361,7 @@ class SlotPipeline:
         return BatchSlots.of(caches, parts, lengths.seen, held, rotary)
 
     def _rotations(self, layer: int) -> list[tuple[slice, Rotation]]:
-        """How each sequence's queries of a layer are rotated, or all of them: nothing where they are not."""
+        """Return the rotation of each sequence's queries of a layer, or one for all; empty if they are not rotated."""
         first, *others = rotaries = [method.context.rotary[layer] for method in self.methods]
         alike = all(rotary is first for rotary in others)
         parts = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(rotaries))]
@@ -391,7 +391,7 @@ class SlotPipeline:
 
 
 def _plan_of(slots: BatchSlots, plan: StepPlan) -> StepPlan:
-    """What a layer does: nothing but attend where it holds everything in its place, and always will."""
+    """Return a layer's plan: just attention if it holds everything in its place, and always will."""
     idle = slots.holds_all and not isinstance(plan.fetch, Whole) and plan.evict is None
     return StepPlan(rounds=plan.rounds) if idle else plan
 
@@ -401,6 +401,6 @@ def _logged(layer: int, slots: BatchSlots, plan: StepPlan) -> LoggedLayer:
     if slots.host is not None:
         block_bytes = slots.host.block_bytes
         does = isinstance(plan.fetch, FromHost) and plan.fetch.writes
-        writes = tuple(does and any(map(len, pieces)) for pieces in slots.host.pieces)  # where there is room for any
+        writes = tuple(does and any(map(len, pieces)) for pieces in slots.host.pieces)  # if there is room
     speculates = plan.correction is not None
     return LoggedLayer(layer, heads, slots.into, tuple(slots.active_from), block_bytes, writes, speculates, plan.varies)

@@ -1,10 +1,10 @@
-"""Recall back ends: how pages that are missing come from host memory into their slots.
+"""Recall back ends: how missing pages come from host memory into their slots.
 
 `gather`: a kernel reads pinned memory; the host does not know what is missing, so a step can be a CUDA graph.
 `copy`: FreeKV's streamed recall (arXiv 2505.13109, section 4.3): the host reads what is missing and issues one
-asynchronous copy a page into a staging buffer, from which it goes to its slot. With two buffers a page lands while the
-one before it is put in place; with one, each waits for the other. In NHD, where a page of a KV head lies in 2*p pieces,
-it takes as many copies.
+asynchronous copy per page into a staging buffer, from which it goes to its slot. With two buffers a page lands while
+the previous one is put in place; with one, each waits for the other. In NHD, where a page of a KV head lies in 2*p
+pieces, it takes as many copies.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvcli.kernels.recall import PROGRAMS, HostPages, gather_pages
 from kvcli.methods.step import FromHost
 
 PROGRAM_TOKENS = 32
-"""Tokens that a program has in flight; with smaller pages it takes more programs."""
+"""Tokens that a program has in flight; smaller pages take more programs."""
 
 
 class Recall(Protocol):
-    """Whatever brings pages."""
+    """A back end that fetches pages."""
 
     waits_for_device: bool
-    """Whether the host has to know what is missing, so that a step cannot be captured."""
+    """Whether the host needs to know what is missing, so that a step cannot be captured."""
 
     def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
-        """Bring the pages that `misses` lists; on the current stream, when it returns, they are in their slots."""
+        """Fetch the pages that `misses` lists; later work on the current stream finds them in their slots."""
 
 
 class Gather(Recall):
@@ -44,7 +44,7 @@ class Gather(Recall):
 
 
 class Copy(Recall):
-    """One copy a page, or one a piece of it."""
+    """One copy per page, or per piece of it."""
 
     waits_for_device = True
 
@@ -81,15 +81,15 @@ class Copy(Recall):
             self.free = [torch.cuda.Event() for _ in range(self.turns)]  # type: ignore[no-untyped-call]
 
     def _fetch(self, block: Tensor, turn: int) -> Tensor:
-        """Copy a block [2, p, d] from the host; what follows on the current stream finds it there."""
+        """Copy a block [2, p, d] from the host; later work on the current stream finds it in place."""
         staged = self.staging[turn]
         if self.stream is None:
             return staged.copy_(block)
-        self.stream.wait_event(self.free[turn])  # never recorded at first: that does not wait
+        self.stream.wait_event(self.free[turn])  # a wait for an event that was never recorded returns at once
         with torch.cuda.stream(self.stream):
             if block.is_contiguous():
                 staged.copy_(block, non_blocking=True)
-            else:  # one copy a piece: torch would gather a block with gaps on the host first, and wait
+            else:  # one copy per piece: torch would gather a block with gaps on the host first, and wait
                 for target, source in zip(staged.flatten(0, 1), block.flatten(0, 1), strict=True):
                     target.copy_(source, non_blocking=True)
             self.landed[turn].record()

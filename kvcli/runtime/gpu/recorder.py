@@ -1,4 +1,4 @@
-"""Work that is captured in CUDA graphs, in one piece or in several, and done again."""
+"""Capture work in CUDA graphs, in one piece or in several, and replay it."""
 
 import gc
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvcli.compat import end_broken_capture
 from kvcli.runtime.device_transfer import Carrier
 
-# Where the phases of a step run: a main stream, others beside it, and points that they wait for.
+# The streams of a step: a main stream, others in parallel, and points that they wait for.
 
 Point = Any
 """A place in a stream that others can wait for."""
@@ -22,7 +22,7 @@ Point = Any
 Work = Callable[[], None]
 
 PRIORITIES = {"main": -1, "correction": -2}
-"""What a step waits for goes before what it does not: the recall streams; a lower number is more urgent."""
+"""Streams that a step waits for go before the recall streams; a lower number is more urgent."""
 
 
 class Streams(ABC):
@@ -30,26 +30,26 @@ class Streams(ABC):
 
     @abstractmethod
     def mark(self) -> Point:
-        """Name the point that the main stream has reached."""
+        """Return the point that the main stream has reached."""
 
     @abstractmethod
     def submit(self, name: str, work: Work, after: Sequence[Point]) -> Point:
-        """Do work in a stream, once all points of `after` are reached; gives the point at which it is done."""
+        """Do work in a stream, once all points of `after` are reached; return the point at which it is done."""
 
     @abstractmethod
     def wait(self, point: Point) -> None:
-        """Let the main stream wait."""
+        """Let the main stream wait for a point."""
 
     @abstractmethod
     def join(self) -> None:
-        """Let the main stream wait for everything: called at the end of a step, and where it goes to another device.
+        """Let the main stream wait for everything: called at the end of a step, and before it goes to another device.
 
-        Points from before are reached then: to wait for one is to wait for nothing.
+        All earlier points are reached then: to wait for one is to wait for nothing.
         """
 
     @abstractmethod
     def forget(self) -> None:
-        """Wait for nothing from before: the capture that it belonged to was broken off."""
+        """Drop all earlier points: the capture that they belonged to was aborted."""
 
 
 class SerialStreams(Streams):
@@ -124,20 +124,20 @@ class CudaStreams(Streams):
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Choose what the device has."""
+    """Choose the streams for a device."""
     return CudaStreams(device) if device.type == "cuda" else SerialStreams()
 
 
 WARM_UP = 3
-"""Times that work is tried out before it is captured: libraries choose their kernels then, and Triton compiles."""
+"""Rehearsals before a capture, in which libraries choose their kernels and Triton compiles."""
 
 
 class CaptureError(Exception):
-    """Work cannot be captured; the text says why. All is as it was before, so that it can be launched."""
+    """Work cannot be captured; the text says why. Everything is as it was before, so that it can be launched."""
 
 
 class Recorder(Carrier, Protocol):
-    """Captures work, piece after piece, and does it again."""
+    """Captures work, piece after piece, and replays it."""
 
     def record(
         self,
@@ -145,7 +145,7 @@ class Recorder(Carrier, Protocol):
         work: Callable[[], None],
         leave: Callable[[torch.device], None] = lambda _: None,
     ) -> None:
-        """Capture work, which calls `cut` where a piece ends; `rehearse` does the same without pieces.
+        """Capture work, which calls `cut` at the end of each piece; `rehearse` does the same without pieces.
 
         Work may go from device to device (`Carrier`); before it leaves one, `leave` joins the streams there.
 
@@ -157,12 +157,12 @@ class Recorder(Carrier, Protocol):
         """End a piece and begin the next one."""
 
     def replay(self, piece: int) -> None:
-        """Do the work of a piece, the first one being 0."""
+        """Do the work of a piece, counted from 0."""
 
 
 @dataclass
 class GraphSegment:
-    """Work between two transfers: a graph of one device, and what comes to the device before (from, to)."""
+    """Work between two transfers: a graph of one device, and the tensors copied to the device before it (from, to)."""
 
     device: torch.device
     graph: torch.cuda.CUDAGraph
@@ -170,10 +170,10 @@ class GraphSegment:
 
 
 class CudaRecorder(Recorder):
-    """A piece is a CUDA graph, or several where it goes from device to device: no graph spans two.
+    """Records a piece as a CUDA graph, or several if it goes from device to device: no graph spans two.
 
-    All graphs of a device have one memory pool: what one leaves, the next ones find. What crosses is copied between
-    graphs, each time to the same place. The first device is the one where work begins.
+    All graphs of a device share one memory pool: what one leaves, the next ones find. Tensors that cross are copied
+    between graphs, each time to the same place. Work begins on the first device.
     """
 
     def __init__(self, *devices: torch.device):
@@ -201,7 +201,7 @@ class CudaRecorder(Recorder):
                 within.enter_context(torch.cuda.stream(self.streams[device]))
             for _ in range(WARM_UP):
                 rehearse()
-            gc.collect()  # memory that is freed while a graph is captured may break it off
+            gc.collect()  # memory that is freed during a capture may abort it
             for device in self.devices:
                 torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
@@ -258,7 +258,7 @@ class CudaRecorder(Recorder):
 
     def _begin(self, device: torch.device) -> None:
         self.pieces[-1].append(GraphSegment(device, torch.cuda.CUDAGraph()))
-        # Another thread may be pinning memory meanwhile, which would break off a capture that minds all threads.
+        # Another thread may be pinning memory meanwhile, which would abort a capture that minds all threads.
         self._last.graph.capture_begin(pool=self.pools[device], capture_error_mode="thread_local")
 
     def _break_off(self) -> None:

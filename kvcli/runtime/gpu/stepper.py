@@ -1,8 +1,8 @@
-"""A decode step over slots: the newest tokens through the model, captured in a CUDA graph where that can be.
+"""A decode step over slots: run the newest tokens through the model, captured in a CUDA graph if possible.
 
-The graph holds the whole step: positions, every layer with its streams, the choice of the next token where it is
-greedy, and the log. Between two replays the host reads the tokens that were chosen, to see which sequences end. Where
-layers lie on several devices each has a graph of what lies there, and hidden states are copied between them.
+The graph holds the whole step: positions, every layer with its streams, the choice of the next token if it is greedy,
+and the log. Between two replays the host reads the chosen tokens, to see which sequences end. If layers lie on several
+devices, each device has a graph of its own, and hidden states are copied between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ UNCAPTURED = "a decode step cannot be captured in a CUDA graph, its kernels are 
 
 
 class SlotStepper(Stepper):
-    """Steps of a batch that was prefilled; takes the caches of its method objects over.
+    """Steps of a prefilled batch; takes over the caches of its method objects.
 
-    `notice` is told where a step cannot be captured; then it runs all the same, launched kernel by kernel. `rates`:
-    see `kvcli.runtime.gpu.pipeline`.
+    `notice` is told if a step cannot be captured; it is then launched kernel by kernel. `rates`: see
+    `kvcli.runtime.gpu.pipeline`.
 
     Raises:
         ValueError: the sequences' method cannot be served over slots.
@@ -56,7 +56,7 @@ class SlotStepper(Stepper):
         self.pipeline = SlotPipeline(
             methods, lengths, streams or {each: streams_for(each) for each in devices}, rates, hook.on
         )
-        self.left = ExitStack()  # what is to be undone at the end
+        self.left = ExitStack()  # undone at the end
         if model.device.type == "cuda":
             self.left.enter_context(fused_layers(model))
         self.greedy = all(sequence.greedy for sequence in sequences)
@@ -109,7 +109,7 @@ class SlotStepper(Stepper):
                 cache.length = sequence.length
 
     def _run(self) -> None:
-        """Do all that a step consists of; no line of it asks the device for anything."""
+        """Do everything a step consists of; no line of it waits for the device."""
         self.pipeline.advance()
         self.positions.copy_((self.pipeline.lengths.seen - 1).clamp_min(0)[:, None])
         with predicting(self.hook, self.pipeline.predicted, self.pipeline.predict):
@@ -120,7 +120,7 @@ class SlotStepper(Stepper):
         self.pipeline.settle()
 
     def _leave(self, batch: Sequence[RunningSequence]) -> None:
-        """Let all but `batch` take part no more; those are in the order of the beginning."""
+        """Let the sequences that are not in `batch` take part no more; the order stays that of the beginning."""
         staying = [row for row in self.taking_part if any(self.sequences[row] is sequence for sequence in batch)]
         for row in set(self.taking_part) - set(staying):
             self.pipeline.end(row)

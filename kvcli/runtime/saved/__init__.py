@@ -1,1 +1,1 @@
-"""KV of prompts in directories: written while a prompt is read, found again by what the prompt begins with."""
+"""KV of prompts in directories: written during the prefill, found again by the beginning of a prompt."""

@@ -1,8 +1,8 @@
-"""Directories that are whole or not there, whatever other process works beside them and whenever the machine goes down.
+"""Directories that are complete or absent, whatever other processes do and whenever the machine goes down.
 
-A directory is made under a name of its own that begins with `TEMPORARY`, locked by the process that makes it, and takes
-its name when it is whole. One is removed by taking its name away first. What a process that was killed has left is
-known by its name and by a lock that no process holds, and is cleared away by the next one.
+A directory is made under a temporary name that begins with `TEMPORARY`, locked by its process, and renamed once it is
+complete. A directory is removed by renaming it first. The leftovers of a killed process are recognised by their names
+and by a lock that no process holds, and the next process clears them away.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEMPORARY = ".kvcli-"
 
 @contextmanager
 def locked(folder: Path, shared: bool = False, wait: bool = True) -> Iterator[int | None]:
-    """Hold the lock of a directory and give its file descriptor; None where another holds it and we do not `wait`.
+    """Hold the lock of a directory and yield its file descriptor; None if another holds it and `wait` is false.
 
     Raises:
         OSError: there is no such directory.
@@ -49,7 +49,7 @@ def locked(folder: Path, shared: bool = False, wait: bool = True) -> Iterator[in
 
 
 class NewFolder:
-    """A directory that is being made beside others in `parent`; locked until it has its name or is given up.
+    """A directory in the making next to others in `parent`; locked until it is committed or abandoned.
 
     Raises:
         OSError: it cannot be made.
@@ -63,7 +63,7 @@ class NewFolder:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def commit(self, target: Path) -> bool:
-        """Give it its name, once all that it holds is on the disk; False where the name is taken by a full directory.
+        """Give the directory its name, once its content is on disk; False if a full directory has that name.
 
         Raises:
             OSError: the name cannot be given.
@@ -71,7 +71,7 @@ class NewFolder:
         os.fsync(self._descriptor)
         mask = os.umask(0)
         os.umask(mask)
-        self.path.chmod(0o777 & ~mask)  # mkdtemp's is for its owner alone
+        self.path.chmod(0o777 & ~mask)  # mkdtemp makes it accessible to its owner only
         with locked(target.parent) as parent:
             try:
                 self.path.rename(target)
@@ -86,14 +86,14 @@ class NewFolder:
         return True
 
     def abandon(self) -> None:
-        """Remove it and what it holds."""
+        """Remove the directory and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             os.close(self._descriptor)
 
 
 def clear(parent: Path) -> None:
-    """Remove what processes that are gone have left in `parent`, whose lock is held."""
+    """Remove the leftovers of dead processes in `parent`, whose lock is held."""
     for path in parent.glob(f"{TEMPORARY}*"):
         with suppress(OSError):  # a file, or one that another process cleared
             if path.is_dir() and not path.is_symlink():
@@ -103,7 +103,7 @@ def clear(parent: Path) -> None:
 
 
 def remove(folder: Path) -> bool:
-    """Remove a directory as a whole; False where another process is reading it, or it is gone."""
+    """Remove a directory as a whole; False if another process is reading it, or it is gone."""
     with suppress(FileNotFoundError), locked(folder, wait=False) as free:
         if free is None:
             return False
@@ -115,23 +115,23 @@ def remove(folder: Path) -> bool:
     return False
 
 
-# A file of one layer's pages: safetensors with a padded header, read and written past the system's cache.
+# The file of one layer's pages: safetensors with a padded header, read and written past the system's cache.
 
 CHECKED_PAGES = 64
-"""Pages that have a checksum together: 2,048 tokens, 8 MiB of a layer with 8 KV heads of 128 in bf16."""
+"""Pages per checksum: 2,048 tokens, 8 MiB of a layer with 8 KV heads of 128 in bf16."""
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
-    """The first `ALIGNMENT` bytes of the file of a layer's pages."""
+    """Return the first `ALIGNMENT` bytes of the file of a layer's pages."""
     size = math.prod(shape) * dtype.itemsize
     body = json.dumps({"kv": {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", ALIGNMENT - 8) + body.ljust(ALIGNMENT - 8)
 
 
 def write_layer(path: Path, pages: Tensor) -> list[str]:
-    """Write pages [n, Hk, 2, p, d] of host memory, and to the disk; returns their checksums.
+    """Write pages [n, Hk, 2, p, d] of host memory through to the disk; return their checksums.
 
     Raises:
         OSError: the file cannot be written.
@@ -155,7 +155,7 @@ def check_layer(file: UnbufferedFile, shape: Sequence[int], dtype: torch.dtype) 
     """Check size and header of a layer's file.
 
     Raises:
-        DamagedError: it is not that of pages of this shape.
+        DamagedError: it does not hold pages of this shape.
     """
     size = ALIGNMENT + math.prod(shape) * dtype.itemsize
     if (found := os.fstat(file.fd).st_size) != size:
@@ -167,7 +167,7 @@ def check_layer(file: UnbufferedFile, shape: Sequence[int], dtype: torch.dtype) 
 def read_pages(file: UnbufferedFile, pages: Tensor, first: int, checksums: Sequence[str]) -> int:
     """Read pages [n, Hk, 2, p, d] into aligned memory, from page `first` of the file on, a multiple of `CHECKED_PAGES`.
 
-    `checksums` are those of the whole file. Where it has more pages under the last checksum, they are read as well.
+    `checksums` are those of the whole file. If the file has more pages under the last checksum, they are read as well.
     Returns the bytes read.
 
     Raises:

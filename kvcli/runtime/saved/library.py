@@ -1,4 +1,4 @@
-"""Where a run takes its prompts' KV from, and keeps it."""
+"""The directories that a run loads its prompts' KV from and saves it to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvcli.runtime.saved.manifest import MANIFEST, PAGE, Identity, Manifest, Pro
 from kvcli.runtime.saved.reader import KVDamagedError, SavedKV, Segment
 from kvcli.runtime.saved.writer import KVWriter, Saving, check_target
 
-# A directory of saved KV that is looked up by how a prompt begins, and kept to a size by least recent use.
+# A store of saved KV, looked up by the beginning of a prompt and limited in size by least recent use.
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A directory in the store: its name's hashes, its bytes on the disk, and when it was last used."""
+    """A directory in the store: the hashes in its name, its bytes on disk, and the time of its last use."""
 
     folder: Path
     parent: str
@@ -35,7 +35,7 @@ class Stored:
 
 
 class KVStore:
-    """The directories in `folder`, which is made where it is missing; `limit` is the most bytes, None for any.
+    """The directories in `folder`, which is created if missing; `limit` is the most bytes, None for any.
 
     Raises:
         KvcliError: `folder` cannot be used (usage).
@@ -52,13 +52,13 @@ class KVStore:
             raise usage_error(f"--kv-cache {folder}: cannot be used: {error.strerror}", hint) from None
 
     def entries(self) -> list[Stored]:
-        """Everything that is there and whole, least recently used first; of equals, what continues others first."""
+        """List all complete entries, least recently used first; among equals, those that continue others first."""
         found = [entry for path in self.folder.iterdir() if (entry := _stored(path)) is not None]
         depth = {entry.last: len(list(self._ancestors(entry, found))) for entry in found}
         return sorted(found, key=lambda entry: (entry.used, -depth[entry.last]))
 
     def find(self, root: str, ids: Sequence[int]) -> list[Segment]:
-        """The longest way through the directories that a prompt begins with, in whole pages; it counts as used."""
+        """Find the longest chain of directories that holds a prompt's first pages, and mark it as used."""
         hashes, way, before = page_hashes(root, ids), list[Segment](), root
         names: dict[tuple[str, str], list[Path]] = {}
         for path in self.folder.iterdir():
@@ -76,11 +76,11 @@ class KVStore:
         return way
 
     def target(self, manifest: Manifest) -> Path:
-        """Where a run of pages belongs."""
+        """Return the directory for a run of pages."""
         return self.folder / manifest.name
 
     def room_for(self, size: int) -> bool:
-        """Make room for `size` more bytes by removing what was not used for longest; False where the limit is less."""
+        """Make room for `size` more bytes by removing the least recently used; False if the limit is smaller."""
         if self.limit is None:
             return True
         if size > self.limit:
@@ -89,9 +89,9 @@ class KVStore:
         return True
 
     def prune(self, limit: int) -> list[Stored]:
-        """Remove what was not used for longest until `limit` bytes are left; returns what was removed.
+        """Remove the least recently used entries until `limit` bytes are left; return what was removed.
 
-        What another process is reading stays.
+        Entries that another process is reading stay.
         """
         entries, removed = self.entries(), []
         held = sum(entry.size for entry in entries)
@@ -107,7 +107,7 @@ class KVStore:
         """Find a directory by the beginning of the hash of its last page, as `kvcli kv list` shows it.
 
         Raises:
-            KvcliError: none is called so, or several are (usage).
+            KvcliError: no name or several names begin so (usage).
         """
         found = [entry for entry in self.entries() if name and entry.last.startswith(name)]
         if len(found) != 1:
@@ -116,7 +116,7 @@ class KVStore:
         return found[0]
 
     def _ancestors(self, entry: Stored, entries: Sequence[Stored]) -> Iterator[Stored]:
-        """Those that an entry continues at their end."""
+        """Yield the entries that an entry continues, nearest first."""
         by_last = {other.last: other for other in entries}
         while (parent := by_last.get(entry.parent)) is not None:
             yield parent
@@ -135,7 +135,7 @@ def _stored(path: Path) -> Stored | None:
 
 
 def _common(path: Path, hashes: Sequence[str]) -> Segment | None:
-    """What a directory has of the pages with these hashes; None where it is damaged or gone."""
+    """Return the pages of a directory that have these hashes; None if it has none, is damaged or gone."""
     with suppress(KvcliError):
         manifest = read_manifest(path)
         count = manifest.same_pages(hashes)
@@ -144,7 +144,7 @@ def _common(path: Path, hashes: Sequence[str]) -> Segment | None:
 
 
 class KVLibrary:
-    """Finds and keeps the KV of prompts of one model, read in one way (`MethodConfig.prefill`).
+    """Finds and saves the KV of prompts of one model, read in one way (`MethodConfig.prefill`).
 
     Raises:
         KvcliError: a directory cannot be used, or holds KV of another model (usage); it is damaged (runtime).
@@ -171,17 +171,17 @@ class KVLibrary:
             self._refuse_other(options.use, self.used, self.identity(self.used.model.rope))
 
     def identity(self, rope: str) -> Identity:
-        """Fingerprints of the model, whose rotary positions have the fingerprint `rope`."""
+        """Return the fingerprints of the model, with `rope` as that of its rotary positions."""
         weights, tokenizer, name = self._fingerprints
         dtype = str(self.checkpoint.dtype).removeprefix("torch.")
         return Identity(model=name, weights=weights, tokenizer=tokenizer, rope=rope, dtype=dtype)
 
     def find(self, ids: Sequence[int], rope: str, tiers: Tiers) -> SavedKV | None:
-        """Open what was saved of the beginning of a prompt.
+        """Open the KV saved for the beginning of a prompt.
 
         Raises:
-            KvcliError: what the run was told to use is another model's, has nothing in common with the prompt (usage),
-                or is damaged (runtime).
+            KvcliError: the KV that the run was told to use is another model's or has nothing in common with the prompt
+                (usage), or is damaged (runtime).
         """
         identity = self.identity(rope)
         root = identity.root_of(self.reading)
@@ -204,7 +204,7 @@ class KVLibrary:
         return None
 
     def forget(self, error: KVDamagedError) -> bool:
-        """Remove something damaged from the cache, so that the prompt is read; False where it is not to be removed.
+        """Remove damaged KV from the cache, so that the prompt is read instead; False if another process holds it.
 
         Raises:
             KvcliError: the run was told to use it.
@@ -215,7 +215,7 @@ class KVLibrary:
         return remove(error.folder)
 
     def writers(self, prompt: EncodedPrompt, ids: Sequence[int], rope: str, found: SavedKV | None) -> list[KVWriter]:
-        """Begin to save a prompt's KV where it is to be kept; `ids` are the tokens, `found` what was there of them."""
+        """Begin to save a prompt's KV; `ids` are its tokens, `found` is the KV that exists already."""
         identity, writers = self.identity(rope), []
         root, asked = identity.root_of(self.reading), self._asked(prompt)
         how = self.checkpoint.geometry.states, self.reading
@@ -281,7 +281,7 @@ class KVLibrary:
 
 
 def _targets(save: Path, sources: Sequence[str]) -> dict[str, Path]:
-    """Where each document is saved: one in the directory itself, each of several in one of its name there."""
+    """Map each document to its directory: a single one to `save` itself, several to `save`/NAME."""
     sources = list(dict.fromkeys(sources))
     if len(sources) == 1:
         return {sources[0]: save}

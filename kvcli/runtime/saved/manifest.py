@@ -1,7 +1,8 @@
-"""What a directory of saved KV says of itself: `manifest.json`, written last, which makes the directory whole.
+"""The manifest of a directory of saved KV: `manifest.json`, written last, which makes the directory complete.
 
-Pages of tokens are hashed in a chain: the hash of a page is over that of the page before and its own tokens, and the
-first one's over the `Identity` of what computed the KV. Equal hashes mean an equal prompt up to there.
+Pages of tokens are hashed in a chain: the hash of a page covers the hash of the page before and its own tokens, and
+that of the first page covers the `Identity` under which the KV was computed. Equal hashes mean an equal prompt up to
+there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FORMAT = 2
 """Version of the directory's format; a reader refuses newer ones. The first one has no `states`."""
 
 PAGE = 32
-"""Tokens in a page of saved KV, as methods' pages are by default."""
+"""Tokens in a page of saved KV, the default page size of methods."""
 
 MANIFEST = "manifest.json"
 _LAST_FIELD = ',"checksum":'
@@ -36,7 +37,7 @@ class _Part(BaseModel):
 
 
 class Identity(_Part):
-    """Fingerprints of what KV depends on beside the tokens: weights, dtype, rotary positions; and of the tokenizer."""
+    """Fingerprints of what KV depends on besides the tokens: weights, dtype, rotary positions; and of the tokenizer."""
 
     model: str
     weights: str
@@ -46,11 +47,11 @@ class Identity(_Part):
 
     @property
     def root(self) -> str:
-        """What the chain of page hashes begins with where a prompt was read exactly."""
+        """The start of the chain of page hashes for a prompt that was read exactly."""
         return self.root_of("exact")
 
     def root_of(self, reading: str) -> str:
-        """What it begins with where the prompt was read as `MethodConfig.prefill` says."""
+        """Return the start of the chain for a prompt that was read as `reading` says (`MethodConfig.prefill`)."""
         how = [] if reading == "exact" else [reading]
         body = json.dumps([self.weights, self.tokenizer, self.rope, self.dtype, PAGE, *how])
         return hashlib.blake2b(body.encode(), digest_size=_HASH_BYTES).hexdigest()
@@ -67,19 +68,19 @@ class LayerEntry(_Part):
 
 
 class StateEntry(_Part):
-    """The file of the states that a layer keeps: checksums of its tensors, named as in "8192.conv.0", by the tokens."""
+    """The file of a layer's states: checksums of its tensors, named by the number of tokens as in "8192.conv.0"."""
 
     file: str = Field(pattern=r"^[a-z0-9-]+\.safetensors$")
     checksums: dict[str, str]
 
     @property
     def marks(self) -> list[int]:
-        """After how many tokens of the prompt the states are."""
+        """Numbers of the prompt's tokens after which states were saved."""
         return sorted({int(name.partition(".")[0]) for name in self.checksums})
 
 
 class PromptRead(_Part):
-    """What was read: the document's text, its name, and how the prompt was made of it."""
+    """The document's text and name, and how the prompt was made from them."""
 
     source: str
     text: str
@@ -94,7 +95,7 @@ class Manifest(_Part):
     """A run of pages: `pages` are the hashes of those from page `first_page` of the prompt on, `tokens` their tokens.
 
     `parent` is the hash of the page before, or the identity's root. `reading` says how the prompt was read, as
-    `MethodConfig.prefill` does: what is read sparsely has other KV.
+    `MethodConfig.prefill` does: sparse reading gives other KV.
     """
 
     format: int = 1
@@ -111,13 +112,13 @@ class Manifest(_Part):
     checksum: str = ""
 
     def sealed(self) -> str:
-        """The manifest as JSON, with its own checksum."""
-        without = {"checksum"} if self.states else {"checksum", "states"}  # as the first format has it
+        """Return the manifest as JSON, with its own checksum."""
+        without = {"checksum"} if self.states else {"checksum", "states"}  # as in the first format
         body = json.dumps(self.model_dump(mode="json", exclude=without), ensure_ascii=False, separators=(",", ":"))
         return f'{body[:-1]}{_LAST_FIELD}"{xxhash.xxh3_64_hexdigest(body.encode())}"}}'
 
     def shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """The shape of a layer's pages: [n, Hk, t, p, d]."""
+        """Return the shape of a layer's pages: [n, Hk, t, p, d]."""
         entry = self.layers[layer]
         return len(self.pages), entry.num_kv_heads, entry.parts, PAGE, entry.head_dim
 
@@ -128,11 +129,11 @@ class Manifest(_Part):
 
     @property
     def name(self) -> str:
-        """What the directory is called in a cache: the page before, the first and the last page."""
+        """The directory's name in a cache: the page before, the first and the last page."""
         return f"{self.parent}-{self.pages[0]}-{self.pages[-1]}"
 
     def same_pages(self, hashes: Sequence[str]) -> int:
-        """How many of its pages have these hashes: those before the first that differs."""
+        """Count its leading pages that have these hashes."""
         pairs = enumerate(zip(self.pages, hashes, strict=False))
         return next((at for at, (mine, other) in pairs if mine != other), min(len(self.pages), len(hashes)))
 
@@ -142,7 +143,7 @@ class Manifest(_Part):
         return shapes == [(layer.parts, layer.num_kv_heads, layer.head_dim) for layer in geometry.layers]
 
     def problem(self) -> str | None:
-        """Say what does not add up, if anything."""
+        """Describe an inconsistency, if there is one."""
         if self.first_page == 0 and self.parent != self.model.root_of(self.reading):
             return "its first page does not begin with the model"
         if len(self.tokens) != PAGE * len(self.pages) or self.pages != page_hashes(self.parent, self.tokens):
@@ -164,7 +165,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a directory's manifest.
 
     Raises:
-        KvcliError: the directory is none of saved KV, or of a newer format (usage); its manifest is damaged (runtime).
+        KvcliError: the directory holds no saved KV, or KV of a newer format (usage); its manifest is damaged (runtime).
     """
     hint = "name a directory that --save-kv has written"
     try:
@@ -191,15 +192,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damaged(folder: Path, problem: str) -> KvcliError:
-    """Make the error of a directory that is not as it was written."""
+    """Make the error of a directory that differs from what was written."""
     return KvcliError(
         f"{folder} is damaged: {problem}; nothing of it was used", "remove it and save the document again"
     )
 
 
 def _checksum(data: bytes) -> str:
-    """Sum up a manifest as it stands in its file, all but its last field, which is that sum.
+    """Compute the checksum of a manifest from its bytes in the file, without its last field, the checksum itself.
 
-    What stands there is not written anew for it: a document of 256K tokens has 1.5 MB.
+    The manifest is not serialised again for it: that of a document of 256K tokens has 1.5 MB.
     """
     return xxhash.xxh3_64_hexdigest(data.rpartition(_LAST_FIELD.encode())[0] + b"}")

@@ -1,4 +1,4 @@
-"""Loading saved KV: a prompt's first pages from one directory or several that continue each other, a layer ahead."""
+"""Load saved KV: a prompt's first pages, from one directory or several that continue each other, a layer ahead."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from kvcli.runtime.saved.manifest import PAGE, Manifest, StateEntry, damaged, re
 from kvcli.sizes import slices
 
 READERS = 4
-"""Threads that read: the disk has work while some of them wait for new memory or sum up what they have read."""
+"""Reading threads: the disk stays busy while some of them wait for memory or compute checksums."""
 
 READ_BYTES = 8 << 20
-"""About as much is read at once: enough for the disk's full rate, and for what Python adds to be little beside it."""
+"""Bytes of one read, roughly: enough for the disk's full rate and to make Python's overhead small."""
 
 AHEAD_BYTES = 8 << 20
-"""As much is read ahead, or else the next layer: small ones would leave the disk without work in between."""
+"""Bytes to read ahead, at least one layer: small layers would leave the disk idle in between."""
 
 
 class KVDamagedError(KvcliError):
-    """Saved KV is not as it was written; `folder` is where."""
+    """Saved KV in `folder` differs from what was written."""
 
     def __init__(self, folder: Path, problem: str):
         error = damaged(folder, problem)
@@ -58,13 +58,13 @@ class Segment:
 
     @property
     def state_marks(self) -> list[int]:
-        """After how many tokens of the prompt it has the states of layers that keep one."""
+        """Numbers of the prompt's tokens after which it has the states of layers that keep one."""
         states, end = self.manifest.states, PAGE * (self.manifest.first_page + self.pages)
         return [mark for mark in states[0].marks if mark <= end] if states else []
 
 
 class _LayerRead(NamedTuple):
-    """A layer that is being read: the memory of its pages, and what reads each part of them, in order."""
+    """A layer that is being read: the memory of its pages, and the readers of each part, in order."""
 
     pages: Future[Tensor]
     parts: list[Future[tuple[slice, int, float, float]]]
@@ -73,12 +73,12 @@ class _LayerRead(NamedTuple):
 class SavedKV:
     """KV of a prompt's first `length` tokens, from directories that continue each other; use it in a `with`.
 
-    While it is open no process removes the directories. `fill` gives the layers in order. Threads read the next one
-    meanwhile, and hold what they have read against its checksums. The memory beside the run's is that of two layers, or
-    of `AHEAD_BYTES` more than one, unless methods share what was read (`keep`).
+    While it is open no process removes the directories. `fill` takes the layers in order. Meanwhile threads read the
+    next one and verify checksums. The additional memory is that of two layers, or of `AHEAD_BYTES` more than one,
+    unless methods share what was read (`keep`).
 
     Raises:
-        KVDamagedError: opening and filling, where a file is not as it was written.
+        KVDamagedError: on opening and filling, if a file differs from what was written.
     """
 
     def __init__(self, segments: Sequence[Segment], tiers: Tiers, stateful: bool = False):
@@ -86,7 +86,7 @@ class SavedKV:
         self.length = PAGE * sum(segment.pages for segment in segments)
         self.bytes_read = 0
         self.read_ms = 0.0  # in which something was being read
-        self.kept = Footprint()  # what methods share of what was read
+        self.kept = Footprint()  # memory of the pages that methods share
         self._files: list[list[UnbufferedFile]] = []  # [segment][layer]
         self._reading: dict[int, _LayerRead] = {}
         self._pages: Future[Tensor] | None = None  # of the layer that was filled last
@@ -115,13 +115,13 @@ class SavedKV:
                 paged(rows, PAGE)[:, part].copy_(here[:, :, side].transpose(0, 1))
 
     def cut(self, limit: int) -> int:
-        """After how many tokens, `limit` at most, a prompt can go on: whole pages; if `stateful`, where states are."""
+        """Return the most tokens, up to `limit`, after which a prompt can continue: whole pages, or saved states."""
         if not self.stateful:
             return limit // PAGE * PAGE
         return cut_at([mark for segment in self.segments for mark in segment.state_marks], min(limit, self.length))
 
     def fill_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put a layer's state after so many tokens, as `cut` gives them, into its tensors."""
+        """Copy a layer's state after `tokens`, a result of `cut`, into its tensors."""
         segment = next(each for each in self.segments if tokens in each.state_marks)
         found = read_states(segment.folder, segment.manifest.states[layer], tokens)
         for name, tensor in tensors.items():
@@ -129,7 +129,7 @@ class SavedKV:
             self.bytes_read += tensor.nbytes
 
     def pool(self) -> HostPagePool:
-        """Give the pages of the layer that was filled last, for others to share; see `keep`."""
+        """Return the pages of the layer that was filled last, for others to share; see `keep`."""
         assert self._pages is not None
         return HostPagePool.holding(self._pages.result(), self.tiers)
 
@@ -139,12 +139,12 @@ class SavedKV:
         self._pages = None
 
     def check(self, layer: int) -> None:
-        """Hold a layer's files against their checksums; layers in order."""
+        """Verify the checksums of a layer's files; layers in order."""
         for _ in self._read(layer, self.length // PAGE):
             pass
 
     def _open(self, segment: Segment) -> list[UnbufferedFile]:
-        """Open a directory and its files, and keep it from being removed; threads begin here, so that no read waits."""
+        """Open a directory and its files, and lock it against removal; this starts the threads before any read."""
         try:
             folder = os.open(segment.folder, os.O_RDONLY | os.O_DIRECTORY)
             self._stack.callback(os.close, folder)
@@ -155,7 +155,7 @@ class SavedKV:
         return list(self._threads.map(partial(self._open_layer, segment, folder), layers))
 
     def _open_layer(self, segment: Segment, folder: int, layer: int) -> UnbufferedFile:
-        """Open the file of a layer and look at its header, on a thread."""
+        """Open the file of a layer and check its header, on a thread."""
         manifest, name = segment.manifest, segment.manifest.layers[layer].file
         try:
             file = self._stack.enter_context(UnbufferedFile(name, folder=folder))
@@ -167,7 +167,7 @@ class SavedKV:
         return file
 
     def _read(self, layer: int, pages: int) -> Iterator[tuple[slice, Tensor]]:
-        """Give the first `pages` pages of a layer, part for part as they are read, and have the next layers begun."""
+        """Yield the first `pages` pages of a layer, part by part as they are read, and start on the next layers."""
         free, self._pages = self._pages, None
         manifest = self.segments[0].manifest
         size = pages * math.prod(manifest.shape(layer)[1:]) * manifest.dtype.itemsize
@@ -180,13 +180,13 @@ class SavedKV:
         for part in reading.parts:
             pages_read, size, begun, ended = part.result()
             self.bytes_read += size
-            self.read_ms += 1000 * max(0.0, ended - max(begun, self._read_until))  # while another thread read, too
+            self.read_ms += 1000 * max(0.0, ended - max(begun, self._read_until))  # threads overlap
             self._read_until = max(ended, self._read_until)
             yield pages_read, reading.pages.result()[pages_read]
         self._pages = reading.pages
 
     def _begin(self, layer: int, pages: int, free: Future[Tensor] | None) -> _LayerRead:
-        """Have the first `pages` pages of a layer read, into memory that is not used any more where it is as large."""
+        """Start reading the first `pages` pages of a layer, into the memory `free` if it is as large."""
         shape = (pages, *self.segments[0].manifest.shape(layer)[1:])
         if free is None or free.result().shape != shape:
             free = self.tiers.on_host_async(*shape)
@@ -202,7 +202,7 @@ class SavedKV:
     def _read_part(
         self, number: int, layer: int, pages: Future[Tensor], target: slice, first: int
     ) -> tuple[slice, int, float, float]:
-        """Read pages from page `first` of a segment on, on a thread; also gives bytes, and when it began and ended."""
+        """Read pages of a segment from page `first` on, on a thread; return their place, bytes, start and end time."""
         memory, begun = pages.result()[target], perf_counter()
         segment = self.segments[number]
         entry = segment.manifest.layers[layer]
@@ -214,10 +214,10 @@ class SavedKV:
 
 
 def read_states(folder: Path, entry: StateEntry, tokens: int | None = None) -> dict[str, Tensor]:
-    """Read the states of a layer, all of them or those after so many tokens.
+    """Read the states of a layer: all of them, or those after `tokens`.
 
     Raises:
-        KVDamagedError: the file is not as it was written.
+        KVDamagedError: the file differs from what was written.
     """
     names = [name for name in entry.checksums if tokens is None or name.startswith(f"{tokens}.")]
     try:
@@ -232,10 +232,10 @@ def read_states(folder: Path, entry: StateEntry, tokens: int | None = None) -> d
 
 
 def verify(folder: Path) -> Manifest:
-    """Read a directory of saved KV whole; returns its manifest.
+    """Read and verify a whole directory of saved KV; return its manifest.
 
     Raises:
-        KvcliError: it is none (usage), or not as it was written (runtime).
+        KvcliError: it holds no saved KV (usage), or differs from what was written (runtime).
     """
     manifest = read_manifest(folder)
     segment = Segment(folder, manifest, len(manifest.pages))

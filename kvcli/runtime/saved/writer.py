@@ -1,4 +1,4 @@
-"""Saving a prompt's KV while it is read: on a thread of its own, a layer at a time."""
+"""Save a prompt's KV during the prefill, a layer at a time, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from kvcli.runtime.saved.manifest import (
 )
 from kvcli.sizes import slices
 
-_BUFFERS = 2  # one being filled while the other is written
+_BUFFERS = 2  # one is filled while the other is written
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What is saved: whole pages of the prompt `ids` from page `first` on, which follows the page hashed `parent`."""
+    """Data to save: whole pages of the prompt `ids` from page `first` on, which follows the page hashed `parent`."""
 
     ids: Sequence[int]
     identity: Identity
@@ -56,12 +56,12 @@ class Saving:
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of pages."""
         return len(self.ids) // PAGE - self.first
 
     @property
     def state_marks(self) -> list[int]:
-        """After how many tokens the states of layers that keep one are saved beside the pages."""
+        """Numbers of tokens after which the states of layers that keep one are saved."""
         return [mark for mark in state_marks(self.states, len(self.ids)) if mark > self.first * PAGE]
 
     @property
@@ -71,10 +71,10 @@ class Saving:
 
 
 class KVWriter:
-    """Takes a prompt's KV layer by layer, as a `PrefillConsumer` does, and writes it beside what goes on.
+    """Takes a prompt's KV layer by layer, as a `PrefillConsumer`, and writes it in the background.
 
-    `target` gives the directory to save to, from the manifest. What goes wrong ends the saving, never the run: see
-    `finish`. The memory beside the run's is that of two layers.
+    `target` returns the directory to save to, given the manifest. A failure ends the saving, never the run: see
+    `finish`. The additional memory is that of two layers.
 
     Raises:
         KvcliError: the directory cannot be made (usage).
@@ -90,7 +90,7 @@ class KVWriter:
             raise usage_error(f"{parent}: cannot be written: {error.strerror}", "name another directory") from None
         self.entries: list[LayerEntry] = []
         self.failure: OSError | None = None
-        self.path: Path | None = None  # where it is, once it is whole
+        self.path: Path | None = None  # its final directory, once complete
         self.bytes_written, self.write_ms = 0, 0.0
         self._free: Queue[Tensor | None] = Queue()
         for _ in range(_BUFFERS):
@@ -104,7 +104,7 @@ class KVWriter:
         self._thread.start()
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """Nothing of it is saved."""
+        """Ignore queries: they are not saved."""
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
         """Take the pages of a layer's k, v [Hk, s, d]."""
@@ -116,7 +116,7 @@ class KVWriter:
         if buffer is None or buffer.shape != shape:
             buffer = host_memory(shape, k.dtype)
         tokens = slice(self.saving.first * PAGE, (self.saving.first + self.saving.pages) * PAGE)
-        # On a GPU the layout changes there, so that contiguous copies cross the bus; a little at a time, for room.
+        # A GPU changes the layout itself, so that contiguous copies cross the bus, in small parts to save memory.
         at_once = max(1, OFFLOAD_BYTES // max(1, buffer[:1].nbytes) if k.is_cuda else len(buffer))
         for some in slices(len(buffer), at_once):
             target = torch.empty_like(buffer[some], device=k.device) if k.is_cuda else buffer[some]
@@ -127,7 +127,7 @@ class KVWriter:
         self._filled.put(buffer)
 
     def take_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take a layer's state after so many tokens, if it is one to be saved; layer by layer."""
+        """Take a layer's state after `tokens`, if it is one to be saved; layer by layer."""
         if tokens not in self.state_marks or self.failure is not None:
             return
         if layer != self._layer:
@@ -137,7 +137,7 @@ class KVWriter:
             self._states[f"{tokens}.{name}"] = tensor.to("cpu", copy=True)
 
     def finish(self) -> None:
-        """Wait until all layers are written, and make the directory whole.
+        """Wait until all layers are written, and complete the directory.
 
         Raises:
             KvcliError: it could not be written (runtime), or its name was taken meanwhile by something else (usage).
@@ -163,7 +163,7 @@ class KVWriter:
             raise KvcliError(what, "free some space, or name another directory") from None
 
     def abandon(self) -> None:
-        """Save nothing."""
+        """Discard everything."""
         self.failure = self.failure or OSError(0, "given up")
         self._filled.put(None)
         self._thread.join()
@@ -223,13 +223,13 @@ class KVWriter:
         )
 
     def _check_same(self, target: Path, manifest: Manifest) -> None:
-        """Another process has saved to the same place: all is well if that is the same."""
+        """Accept a directory that another process has saved to the same place, if it holds the same pages."""
         if read_manifest(target).pages != manifest.pages:
             raise usage_error(f"{target}: holds something else by now", "name another directory")
 
 
 def check_target(folder: Path) -> None:
-    """Refuse a directory to save to that is no new or empty one.
+    """Refuse to save to a directory that is neither new nor empty.
 
     Raises:
         KvcliError: it holds something, or cannot be made (usage).
