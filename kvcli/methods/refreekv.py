@@ -135,8 +135,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         self.count(layer, Count.BYTES_TO_HOST, cache.load_subset(k, v, kept))
 
     def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to all of the layer: on the device, brought there, or in place where the CPU can read the host's
-        bytes."""
+        """Bring the layer to the device if necessary and attend to all of it; a CPU reads quantised bytes in place."""
         if cache.reads_in_place(q):
             moved = nbytes(cache.kv[:, : cache.held])
             self.count(layer, Count.BYTES_TO_DEVICE, moved)

@@ -84,8 +84,7 @@ class OneBitIndex(TokenIndex):
         self.codes, self.ranges = tensors["codes"], tensors["ranges"]
 
     def scores(self, q: Tensor, tokens: range, scale: float, pooling: HeadPooling) -> Tensor:
-        """Score consecutive tokens of full groups with q [H, d]; return [Hk, len(tokens)] fp32, [H, ..] without
-        pooling."""
+        """Score consecutive tokens of full groups with q [H, d]: [Hk, len(tokens)] fp32, or [H, ..] without pooling."""
         heads = pool_queries(q.float().view(self.codes.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
         first = tokens.start // self.group
         part = slice(first, -(-tokens.stop // self.group))
@@ -101,8 +100,7 @@ class OneBitIndex(TokenIndex):
         return Traffic(scored=scored, scores=4 * self.codes.shape[0] * len(candidates))
 
     def load_ratio(self) -> float | None:
-        """Return the bytes read to score all tokens, divided by the bytes of their keys; None where there is no
-        group."""
+        """Return the bytes read to score all tokens, divided by the bytes of their keys; None if there is no group."""
         num_kv_heads, groups, group, _ = self.codes.shape
         keys = num_kv_heads * groups * group * self.ranges.shape[-1] * self.ranges.element_size()
         return self.nbytes() / keys if keys else None
@@ -187,8 +185,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         return StepPlan(OneBit(config.pooling), choose, fetch=FromHost() if config.offload else RESIDENT)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the part of the keys' bytes that a selection reads: (1 + 32 / g) / 16 in 16-bit dtypes, 0.125 at g =
-        32.
+        """Return the part of the keys' bytes that scoring reads: (1 + 32 / g) / 16 in 16-bit dtypes, 0.125 at g = 32.
 
         In fp32, s and z are 32 bits each: (1 + 64 / g) / 32, 0.09375 at g = 32.
         """
