@@ -1,5 +1,4 @@
-"""Cards of methods: what a method states, read from its file without running it, so that listings need not load
-torch."""
+"""Cards of methods: what a method states, read from its file without running it, so that listings need no torch."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ LAUNCHED = "launched"  # a graph or pieces that cannot be captured run kernel by
 
 
 def gpu_step_of(method: type[AnyMethod], config: MethodConfig | AnyMethod) -> str:
-    """Return what runs a step of a method with these settings on a GPU (see `LEGEND`); or of a sequence's method
-    object.
+    """Return what runs a step of a method with these settings on a GPU (see `LEGEND`); or of a sequence's method.
 
     A graph if the method has a `step_plan` of its own; phase after phase if it listens between the layers.
     """

@@ -127,8 +127,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         self.predicted = self.chosen = self.choices = 0
 
     def new_cache(self, layer: LayerGeometry) -> Cache:
-        """Make a cache with everything in host memory; on the device a budget of tokens and some columns of all
-        keys."""
+        """Make a cache with everything in host memory; on the device some tokens and a few columns of all keys."""
         heads, d, capacity = layer.num_kv_heads, layer.head_dim, self.context.capacity
         tiers = self.config.tiers(self.context.tiers)
         index = PartialKeyIndex(heads, d, max(1, int(self.config.columns * d)), capacity, tiers)

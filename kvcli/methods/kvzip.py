@@ -1,5 +1,4 @@
-"""KVzip: the prompt is cut once, by what the model attends to when repeating the document (arXiv 2505.23416, section
-3).
+"""KVzip: the prompt is cut once, by what the model attends to when repeating its document (arXiv 2505.23416, sec. 3).
 
 What lets a model write its context down again is enough to answer any question about it. So after the document the
 model is asked to repeat it, and reads the expected answer, chunk by chunk: a request, for later chunks with the eight

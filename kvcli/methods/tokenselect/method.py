@@ -115,8 +115,10 @@ class KeptVote(Rule):
 
     @property
     def below(self) -> float:
-        """The cosine below which it chooses anew; 0 and 1 lie beyond the range of a cosine, so that rounding does not
-        matter."""
+        """The cosine below which it chooses anew.
+
+        0 and 1 map beyond the range of a cosine, so that rounding cannot change "never" and "always".
+        """
         return {0.0: -2.0, 1.0: 2.0}.get(self.theta, self.theta)
 
     @override
