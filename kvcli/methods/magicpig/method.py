@@ -96,8 +96,7 @@ class MagicPIG(Method[MagicPIGConfig, SampledTokenCache]):
             return cache.attend_sample(q, sample, softmax)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the part of the far tokens that a query head sampled, and how many a KV head read per step, as
-        means."""
+        """Return, as means, the part of far tokens that a query head sampled, and how many a KV head read per step."""
         if not self.selections:
             return {}
         return {"sampled_part": self.sampled / self.candidates, "tokens_sampled_mean": self.read / self.selections}

@@ -141,7 +141,7 @@ def weighed_cpu(scores: Tensor, sizes: Tensor) -> Tensor:
     """Sum the softmaxes of a group's scores over the clusters that have tokens."""
     heads, _, n = scores.shape
     weights, out = scores.new_empty(heads, n), scores.new_empty(heads, n)
-    run(_weigh, scores.numel(), scores.contiguous(), sizes.contiguous(), weights, out)  # vector loads need contiguous rows
+    run(_weigh, scores.numel(), scores.contiguous(), sizes.contiguous(), weights, out)  # for vector loads
     return out
 
 

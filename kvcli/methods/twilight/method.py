@@ -71,8 +71,7 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
             self.fewest, self.most = min(self.fewest, tally["fewest"]), max(self.most, tally["most"])
 
     def statistics(self) -> dict[str, Any]:
-        """Return how many tokens a KV head weighed and kept per step of a layer: means, and the fewest and most
-        kept."""
+        """Return how many tokens a KV head weighed and kept per layer and step: means, and the fewest and most kept."""
         if not self.selections:
             return {}
         return {
