@@ -216,8 +216,8 @@ def summarise(layers: Mapping[int, PhaseStats]) -> dict[str, Any]:
 class BlockCache(LayerCache):
     """All blocks in host memory, counted from the first one after the sinks; everything else on the device.
 
-    - Near tokens, the local window and new tokens: k, v [Hk, near, d], and `mass` [near], the attention that they received
-      from later ones.
+    - Near tokens, the local window and new tokens: k, v [Hk, near, d], and `mass` [near], the attention that they
+      received from later ones.
     - Sinks [Hk, sinks, d].
     - The key of each block, `keys` [blocks, Hk, d].
     - Retrieved blocks, `slots` [slots, Hk, 2, p, d] and `resident` [slots], the block in each slot, or EMPTY.
