@@ -45,8 +45,7 @@ def seen(k, mask):
 
 
 class Watch:
-    """Intercepts the methods' entry points and matches every row that attention reads: as the model made it, or as
-    held.
+    """Intercepts the methods' entry points and matches every row that attention reads: as the model made it or as held.
 
     Values are always matched, keys only where the method reads them as the model rotated them. Rows that count more or
     less than once may stand for no token (`counted`); of these only what they read of tokens is checked.

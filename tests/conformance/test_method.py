@@ -140,8 +140,7 @@ def test_small_budget_is_respected_and_used(grouped, name, monkeypatch):
 
 
 class Watch:
-    """Intercepts the methods' entry points: keeps a layer's true KV, and checks every output against the stated
-    mask."""
+    """Intercepts the methods' entry points: keeps a layer's true KV, and checks each output against the stated mask."""
 
     def __init__(self, monkeypatch, with_true_kv):
         self.kv, self.with_true_kv = {}, with_true_kv
