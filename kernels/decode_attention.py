@@ -146,8 +146,7 @@ _LINE = 16  # numbers after the d' of a part: its highest score, the sum of weig
 
 
 class TokenSet(NamedTuple):
-    """Tokens that are attended to: all of k and v, or those in `rows` [1 or Hk, n]; of them those `valid`, bool [Hk,
-    n].
+    """Tokens that are attended to: all of k and v, or those in `rows` [1 or Hk, n]; only those `valid`, bool [Hk, n].
 
     `log_counts` [Hk, G or 1, n] are the logarithms of how often each token counts, -inf for never. Without k, q holds
     known scores [Hk, G, n], scaled and capped, of v or its `rows`; they are overwritten by the weights.

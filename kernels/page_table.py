@@ -177,8 +177,7 @@ def slot_pages(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = No
 
 
 def row_positions(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = None) -> Tensor:
-    """Return the position of the token in every row of the slots, -1 where there is none: [b, Hk or 1, total *
-    size]."""
+    """Return the position of the token in every row of the slots, -1 for none: [b, Hk or 1, total * size]."""
     pages = slot_pages(lengths, layout, resident)[..., None]
     positions = (pages * layout.size + torch.arange(layout.size, device=lengths.device)).flatten(2)
     return positions.masked_fill((positions < 0) | (positions >= lengths[:, None, None]), -1)

@@ -148,9 +148,9 @@ def correct_heads(
     """Write to `decision` which KV heads wait for what they select now, and keep the query for the next step.
 
     q [b, H, d] of this step; previous [b, H, d] of the step before, overwritten where the sequence has outgrown its
-    slots; lengths [b] int32. A head waits at its first retrieval, and where its similarity is below `threshold`: above 1
-    means always, below -1 never. A new batch has `decision.retrieved` zero everywhere, and `previous` need not be
-    initialised. Can be captured in a CUDA graph.
+    slots; lengths [b] int32. A head waits at its first retrieval, and where its similarity is below `threshold`: a
+    threshold above 1 means always, below -1 never. A new batch has `decision.retrieved` zero everywhere, and `previous`
+    need not be initialised. Can be captured in a CUDA graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """

@@ -249,8 +249,7 @@ def _select(bits: Any, k: int, names: Any, first: int, out: Any) -> None:
 
 
 def suits(scores: Tensor) -> bool:
-    """Return whether `select_best` serves; scoring, which comes first, counts towards the size that makes loops
-    worthwhile."""
+    """Return whether `select_best` serves for these scores; their computation counts as work for the loop as well."""
     return serves(scores, numbers=KEY * scores.numel())
 
 
