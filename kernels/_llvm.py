@@ -110,8 +110,6 @@ def all_of(builder: Any, number: Any, count: int) -> Any:
     return lanes(builder, (one, one), [0] * count)
 
 
-
-
 def _comparing(sign: str) -> Any:
     @intrinsic
     def mask(_: Any, values: Any, first: Any, bound: Any) -> Any:  # noqa: ARG001

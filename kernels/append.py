@@ -122,8 +122,6 @@ def append_token(rows: PagedKV, new: NewToken) -> None:
     return None
 
 
-
-
 def write_quantised_ref(rows: PagedKV, host: HostPages) -> None:
     """Reference of `write_quantised`: head by head."""
     form, held = host.format, host.held_keys
@@ -305,8 +303,6 @@ def write_quantised(rows: PagedKV, host: HostPages) -> None:
         **constants(form),
     )
     return None
-
-
 
 
 def take_in_filled_page_ref(

@@ -480,8 +480,6 @@ def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
     return out.reshape(q.shape[0], -1)
 
 
-
-
 def attend_sets(q: Tensor, sets: Sequence[TokenSet], softmax: Softmax) -> Tensor:
     """Attend with one query per head to several sets of tokens as if they were one; at least one token must count."""
     numbers = sum(each.v.numel() for each in sets)  # a single set may be small

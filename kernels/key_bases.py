@@ -46,8 +46,6 @@ def _summed(x: Tensor, centre: Tensor | None) -> Tensor:
     return moments
 
 
-
-
 def skew_of(queries: Tensor, keys: Tensor) -> Tensor:
     """Return the skew (InfiniGen, section 4) from second moments [Hk, d, d] of queries, all of a group, and keys.
 

@@ -17,7 +17,6 @@ from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 
 
-
 @compiled
 def _count(scores: Any, alpha: Any, counts: Any) -> None:
     for h in prange(len(scores)):

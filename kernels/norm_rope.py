@@ -60,8 +60,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
     return out
 
 
-
-
 def add_rms_norm_ref(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> tuple[Tensor, Tensor]:
     """Reference of `add_rms_norm` in plain torch, the norm in at least fp32; `shift` is added to the weight."""
     total = x + y
@@ -149,8 +147,6 @@ def silu_mul(x: Tensor) -> Tensor:
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
     launch(_silu_kernel, (out.numel() // n, -(-n // BLOCK)), x, out, n, BLOCK_N=BLOCK)
     return out
-
-
 
 
 def rotate_ref(q: Tensor, k: Tensor, rotation: Rotation) -> None:
@@ -307,8 +303,6 @@ def rotate_at_cpu(x: Tensor, positions: Tensor, tables: Arrays, back: bool = Fal
     out = torch.empty_like(rows)
     run(_turns, rows.numel(), rows, each, *tables, np.float32(-1 if back else 1), np.float32(scale), out)
     return out.view(x.shape)
-
-
 
 
 def rotate_newest_ref(x: Tensor, lengths: Tensor, rotation: Rotation, out: Tensor) -> None:

@@ -184,8 +184,6 @@ def _by_tiles(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
-
-
 def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> Tensor:
     """Unpack rows [n, nbytes of a row] to fp32 [n, in], exactly the reference's numbers, into `out` if given."""
     rows, columns = len(packed), packed.shape[1] // packing.nbytes * packing.size

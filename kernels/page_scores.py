@@ -363,8 +363,6 @@ def score_pages(
         left.pool(lengths, layout, heads)
 
 
-
-
 def choose_pages_ref(
     q: Tensor,
     summary: Tensor,

@@ -66,8 +66,6 @@ def merge_states(
         tl.store(out + c, merged.to(out.dtype.element_ty), mask=c < D)
 
 
-
-
 @jit
 def _attend_kernel(
     q: tl.tensor,

@@ -112,8 +112,6 @@ def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
     return out
 
 
-
-
 class FarTokens(NamedTuple):
     """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d].
 

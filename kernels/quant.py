@@ -244,7 +244,6 @@ def numbers_of_halves() -> Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).float()
 
 
-
 KVDtype = Literal["auto", "int8", "int4"]
 """The format of KV in host memory; auto keeps it as the model computes it."""
 

@@ -302,7 +302,6 @@ def constants(form: BlockFormat) -> dict[str, int]:
     }
 
 
-
 PROGRAMS = 32
 """Programs that share the list: with 16 KiB per page, about half a mebibyte is in flight."""
 

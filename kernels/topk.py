@@ -521,8 +521,6 @@ def _select_topk(
     )
 
 
-
-
 def kept_tokens(scores: Tensor, recent: int, k: int) -> Tensor:
     """Select the k tokens that an eviction leaves, ascending: the `recent` newest, then the best of scores [Hk, n]."""
     return topk_pages(functional.pad(scores, (0, recent), value=float("inf")), k).sort(-1).values

@@ -85,7 +85,6 @@ def density(scores: Tensor) -> Tensor:
     return -(log_weights.exp() * log_weights).sum(-1)
 
 
-
 Positions = Literal["capped", "original"]
 
 
@@ -115,8 +114,6 @@ def rows_in_slots(held: Tensor, slots: Tensor, tokens: int) -> tuple[Tensor, Ten
     rows = (slots[:, None] * step + torch.arange(size, device=slots.device)).flatten()[:tokens]
     views = held.as_strided((2, heads, (count - 1) * step + size, d), (size * d, 2 * size * d, d, 1))
     return views[0], views[1], rows[None]
-
-
 
 
 @dataclass

@@ -69,8 +69,6 @@ class RecentTokens:
         return torch.arange(tokens.start, max(tokens.start, tokens.stop), device=self.kv.device) % self.kv.shape[1]
 
 
-
-
 class TokenMajorCache(LayerCache):
     """Every token, kv [t, capacity, Hk, d], on the device or, with `offload`, in host memory.
 

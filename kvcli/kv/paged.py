@@ -102,8 +102,6 @@ class ResidentPageCache(PagedCache, DenseCache):
             self.summaries.fill(first, paged(self.k[:, first * size : last * size], size))
 
 
-
-
 class OffloadedPageCache(PagedCache, LayerCache):
     """All full pages in host memory (`pool`); summaries, slots and page table on the device (FreeKV, section 4).
 

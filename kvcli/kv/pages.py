@@ -132,6 +132,5 @@ def paged(kv: Tensor, size: int) -> Tensor:
     return kv.unflatten(1, (-1, size))  # type: ignore[no-untyped-call, no-any-return]
 
 
-
 Digest = Callable[[Tensor], Tensor]
 """A function from the keys of full pages [Hk, n, p, d] to their upper and lower bounds [Hk, n, 2, d]."""

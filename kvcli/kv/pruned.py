@@ -99,8 +99,6 @@ class PrunedCache(TokenMajorCache):
         return self._moved(self.held)
 
 
-
-
 class EvictingCache(ResidentCache):
     """The held tokens of each KV head on the device: k, v [Hk, rows, d], `positions` and `scores` [Hk, rows].
 

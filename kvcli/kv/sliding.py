@@ -100,8 +100,6 @@ class SlidingCache(ResidentCache):
         return torch.where(positions < self.sink, positions, ring)
 
 
-
-
 def windowed_cache(layer: LayerGeometry, tiers: Tiers) -> SlidingCache:
     """Make the cache of a layer with a sliding window or chunks."""
     assert layer.window is not None

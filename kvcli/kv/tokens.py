@@ -327,8 +327,6 @@ class PrincipalAxesCache(ChannelScoredCache):
         return super().footprint() + Footprint(device=nbytes(self.axes))
 
 
-
-
 class TokensOnHost(LayerCache):
     """All KV in host memory, `pool`, in pages of one token; sinks and `recent` tokens on the device as well, `near`.
 
@@ -378,7 +376,6 @@ class TokensOnHost(LayerCache):
             head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
             mask[head, self.chosen[head, row]] = True
         return mask
-
 
 
 SINKS = 4

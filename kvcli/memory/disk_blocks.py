@@ -115,8 +115,6 @@ class LineCache:
         self._oldest_asked = self._asked[self._oldest]
 
 
-
-
 def blocks_per_line(block_bytes: int, unit: int, fill: int) -> int:
     """Return how many blocks are read together: as many as fit into `fill` bytes, a divisor or multiple of `unit`."""
     if block_bytes * unit <= fill:

@@ -30,7 +30,6 @@ from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.memory.pinned import mapping
 from kvcli.sizes import format_bytes
 
-
 ALIGNMENT = 4096
 """Bytes to which file contents, and the memory they are read into, are aligned."""
 

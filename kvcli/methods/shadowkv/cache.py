@@ -115,8 +115,6 @@ def landmark_scores(q: Tensor, landmarks: Tensor, excluded: Tensor, scale: float
     return weights.masked_fill(excluded, -1.0)
 
 
-
-
 class LowRankKeys:
     """Low-rank keys on the device: the product of `a` [chunks, c, r] and `b` [Hk, r, d] is the keys without rotation.
 
