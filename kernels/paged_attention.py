@@ -150,7 +150,7 @@ def _attend_kernel(
         new_row = tl.where(length > 0, new_row, -1)
         token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
         token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
-    if BLOCK_T:  # the remaining channels, if their number is far from a power of two
+    if BLOCK_T:  # channels beyond BLOCK_D, of wide heads that are not a power of two
         t = BLOCK_D + tl.arange(0, BLOCK_T)
         in_tail = (g < G)[:, None] & (t < D)[None, :]
         queries_tail = tl.load(queries_at + t[None, :], mask=in_tail, other=0.0).to(tl.float32)

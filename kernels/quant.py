@@ -132,7 +132,7 @@ def _dequantise_rows(
                 zeros = scales + size // tokens * columns
                 for t in range(size):
                     codes = blocks[block, first + t * width :][:width]
-                    if channels == 1:  # every channel has its own scale, for so many tokens
+                    if channels == 1:  # each channel has its own scale, one per `tokens` tokens
                         if t % tokens == 0:
                             for c in range(d):
                                 group = t // tokens * d + c

@@ -27,14 +27,12 @@ from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.memory.tiers import Tiers as Tiers
 
-# Caches laid out in slots (`kvcli.kernels.page_table`), for pipelines that run a whole batch by kernels.
-
 NEVER = 2**31 - 1
 """More tokens than a sequence can have."""
 
 
 class LayerSlots(NamedTuple):
-    """The tensors of a cache of one layer and one sequence: keys and values kv [2, Hk, rows, d] on the device.
+    """A cache laid out in slots (`kvcli.kernels.page_table`): keys and values kv [2, Hk, rows, d] on the device.
 
     - `in_place`: the rows are those of all tokens in order.
     - `on_host`: kv lies in host memory instead, token by token, and the layer comes to the device whole.

@@ -62,7 +62,7 @@ class SequenceContext:
     prompt_tokens: int | None = None  # tokens of `capacity` that are the prompt's, where known; the rest is generated
     document_tokens: int | None = None  # prompt tokens before the question, once the prompt is read; None: all
     prepared: Mapping[str, Any] | None = None
-    """Results of `Method.needs`, by name; None while memory is planned, when the model is not loaded."""
+    """Results of `Method.needs`, by name; None while memory is planned and nothing is known of the model."""
     states: Sequence[StateGeometry] = ()  # of the layers that keep a recurrent state
     placement: Placement | None = None  # of the layers, where they lie on several devices
     parking: Parking | None = None  # holds the layers' device tensors in host memory while a long prompt is read
@@ -279,7 +279,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     not_state: ClassVar[tuple[str, ...]] = ("plan",)
     Config: ClassVar[type[MethodConfig]]
     title: ClassVar[str]
-    """What a step attends to, in a few words; this and the next five are literals (`kvcli.methods.card` reads them)."""
+    """Short description of what a step attends to; this and the next five are literals (`kvcli.methods.card` reads
+    them)."""
     paper: ClassVar[str]
     long_generation: ClassVar[bool]
     """Whether generated tokens are treated like prompt tokens, however many there are; with default settings."""
@@ -288,13 +289,12 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     group_consistent: ClassVar[bool]
     """Whether, as published, all query heads of a KV head read the same KV; otherwise pooling over them enforces it."""
     device_memory: ClassVar[str]
-    """Device memory for KV, in tokens, of a layer that is neither sliding nor dense: O(...) in
-    `card.MEMORY_SYMBOLS`."""
+    """Device memory for KV, in tokens, of a retrieval layer: O(...) in `card.MEMORY_SYMBOLS`."""
     exact: ClassVar[dict[str, Any]] = {}
     """Settings with which an ample budget gives full attention, where the defaults do not."""
     true_kv: ClassVar[dict[str, Any] | None] = {}
-    """Settings with which the query heads of a KV head all read the same of the model's own KV, unmoved; None: no such
-    settings exist."""
+    """Settings with which the query heads of a KV head read the same tokens, with the model's own keys and values at
+    their own positions; None: no such settings exist."""
     ablation: ClassVar[dict[str, dict[str, Any]]] = {}
     """Ablation steps: the name of each variant, with the settings that produce it."""
     planned_is_bound: ClassVar[bool] = False

@@ -801,7 +801,7 @@ class Phases(LayerStep):
         return picked
 
     def _fetch(self, pages: Tensor, hidden: bool = False, **how: Any) -> None:
-        """Bring missing pages of [Hk, k] by the cache's `recall`; `hidden`: this attention does not wait for them."""
+        """Bring the missing ones of `pages` [Hk, k] by the cache's `recall`; `hidden`: attention does not wait."""
         with self.span("recall"):
             misses, moved = self.cache.recall(pages, **how)
         self.method.count_recalled(self.layer, misses, moved, hidden)
