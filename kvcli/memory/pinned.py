@@ -106,9 +106,7 @@ class PinnedAllocator:
         self.registrar = registrar
         self.registered: dict[int, mmap.mmap] = {}
         self._freed: set[int] = set()  # addresses to unregister
-        self._queue: SimpleQueue[_Request | int | None] = (
-            SimpleQueue()
-        )  # an address: to free; None: only wakes the thread
+        self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an address: to free; None: wakes the thread
         self._urgent: SimpleQueue[_Request] = SimpleQueue()  # served first
         self._ahead: defaultdict[Wanted, deque[Future[Tensor]]] = defaultdict(deque)
         self._closing = False
