@@ -1,7 +1,7 @@
-"""Memory that loops for a CPU will read soon, asked for ahead.
+"""LLVM instructions for CPU loops: prefetching, vectors of numbers, comparisons by masks, e^x, and look-up tables.
 
-A processor foresees what lies in a row, if not as far as memory would let it; of rows that lie anywhere it waits for
-each. A hint some rows ahead has the next ones on their way meanwhile, and changes nothing else.
+A processor prefetches contiguous data, though not as far ahead as memory would allow; for scattered rows it waits for
+each. A hint some rows ahead brings the next ones meanwhile, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from kvcli.kernels._numba import inlined, intrinsic
 
 AHEAD = 8  # rows
-LINE = 64  # bytes that come together
+LINE = 64  # bytes of a cache line
 
 
 @intrinsic
 def _ask_for(_: Any, array: Any, index: Any) -> Any:
-    """Have the line with a number of a flat array come."""
+    """Prefetch the cache line that holds a number of a flat array."""
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
@@ -32,7 +32,7 @@ def _ask_for(_: Any, array: Any, index: Any) -> Any:
         declare: Any = cgutils.get_or_insert_function
         function = declare(builder.module, hint, "llvm.prefetch.p0")
         place = builder.bitcast(builder.gep(of.data, [given[1]]), anything)
-        builder.call(function, [place, number(0), number(3), number(1)])  # to read, to be kept close, data
+        builder.call(function, [place, number(0), number(3), number(1)])  # for reading, with high locality, data cache
         return context.get_dummy_value()
 
     return types.none(array, index), ask
@@ -40,7 +40,7 @@ def _ask_for(_: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def _in_a_line(_: Any, array: Any) -> Any:
-    """How many numbers of an array a line has, which its type says: to ask the array would cost a division."""
+    """Return how many numbers of an array a cache line holds, from its type: to ask the array would cost a division."""
     from numba import types
 
     def count(context: Any, __: Any, signature: Any, ___: Any) -> Any:
@@ -52,37 +52,35 @@ def _in_a_line(_: Any, array: Any) -> Any:
 
 @inlined
 def prefetch(array: Any, first: Any, count: int) -> None:
-    """Have `count` numbers from `first` on come, of a flat array; nobody waits for them."""
+    """Prefetch `count` numbers of a flat array from `first` on, without waiting."""
     for c in range(0, count, _in_a_line(array)):
         _ask_for(array, np.uint64(first) + np.uint64(c))
 
 
-# What parts of loops that take many numbers at once are written of: vectors of numbers in flat arrays.
-
-LOT = 64  # numbers that are taken at once: bytes of a register of AVX-512, bits of a mask
+LOT = 64  # numbers handled at once: bytes of an AVX-512 register, bits of a mask
 
 
 class FlatArrays:
-    """The arguments of a part of a loop: flat arrays, and behind each the place where its numbers begin."""
+    """The arguments of a part of a loop: flat arrays, each followed by the place where its numbers begin."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, given: Any):
-        """Take what the compiler says of them."""
+        """Keep the compiler's description of the arguments."""
         self.context, self.builder, self.kinds, self.given = context, builder, signature.args, given
 
     def load(self, argument: int, count: int, offset: int = 0) -> Any:
-        """Load `count` numbers, of which the first is `offset` behind the place."""
+        """Load `count` numbers, the first of them `offset` after the place."""
         begin, size = self._begin(argument, count, offset)
         vector = self.builder.load(begin)
         vector.align = size
         return vector
 
     def store(self, argument: int, vector: Any, offset: int = 0) -> None:
-        """Store a vector, of which the first number is `offset` behind the place."""
+        """Store a vector, its first number `offset` after the place."""
         begin, size = self._begin(argument, vector.type.count, offset)
         self.builder.store(vector, begin).align = size
 
     def place(self, argument: int, offset: int = 0) -> Any:
-        """Point to the number that is `offset` behind the place."""
+        """Return a pointer to the number `offset` after the place."""
         array, place = self.given[argument : argument + 2]
         data = self.context.make_array(self.kinds[argument])(self.context, self.builder, array).data
         return self.builder.gep(data, [self.builder.add(place, place.type(offset))])
@@ -97,7 +95,7 @@ class FlatArrays:
 
 
 def lanes(builder: Any, vectors: tuple[Any, Any], which: Any) -> Any:
-    """Make a vector of some lanes of two: those of the second are counted behind those of the first."""
+    """Make a vector of some lanes of two vectors; lanes of the second are numbered after those of the first."""
     from llvmlite import ir
 
     named = list(which)
@@ -105,14 +103,11 @@ def lanes(builder: Any, vectors: tuple[Any, Any], which: Any) -> Any:
 
 
 def all_of(builder: Any, number: Any, count: int) -> Any:
-    """Make a vector of one number."""
+    """Make a vector of one repeated number."""
     from llvmlite import ir
 
     one = builder.insert_element(ir.Constant(ir.VectorType(number.type, 1), ir.Undefined), number, ir.IntType(32)(0))
     return lanes(builder, (one, one), [0] * count)
-
-
-# Numbers compared 64 at a time in loops for a CPU, with a bit for each: bits are counted and found at once.
 
 
 def _comparing(sign: str) -> Any:
@@ -134,7 +129,7 @@ def _comparing(sign: str) -> Any:
 
 @intrinsic
 def ones(_: Any, mask: Any) -> Any:
-    """Count the bits."""
+    """Count the set bits."""
     from numba import types
 
     def count(_: Any, builder: Any, __: Any, given: Any) -> Any:
@@ -145,7 +140,7 @@ def ones(_: Any, mask: Any) -> Any:
 
 @intrinsic
 def first_one(_: Any, mask: Any) -> Any:
-    """Find the first bit of a mask that has one."""
+    """Return the index of the first set bit of a mask that has one."""
     from llvmlite import ir
     from numba import types
 
@@ -170,19 +165,17 @@ def _flagging(of_lot: Any, holds: Any) -> Any:
 
 
 at_least, above = _flagging(_comparing(">="), operator.ge), _flagging(_comparing(">"), operator.gt)
-"""Which of a LOT of keys from j on are not below a bound, and which exceed it: flags(keys, j, bound)."""
+"""Mask the keys, of a LOT from j on, that are not below a bound, or that exceed it: flags(keys, j, bound)."""
 
 
 @inlined
 def without_first(mask: Any) -> Any:
-    """Take the first bit away."""
+    """Clear the first set bit."""
     return mask & (mask - np.uint64(1))
 
 
-# e^x inside loops for a CPU, in arithmetic that a compiler makes of sixteen numbers at once.
-
 LEAST = np.float32(-87.3)
-"""Below it e^x is 0: a float of full precision has no smaller one."""
+"""Below it, e^x is taken as 0: fp32 has no smaller number of full precision."""
 
 _PER_LOG_2, _LOG_2, _LOG_2_REST = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _C6, _C5, _C4 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
@@ -192,7 +185,7 @@ _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1), np.float32(0)
 
 @intrinsic
 def _float_of_bits(_: Any, __: Any) -> Any:
-    """Read the 32 bits of a whole number as a float."""
+    """Reinterpret the 32 bits of an integer as a float."""
     from numba import types
 
     def read(context: Any, builder: Any, ___: Any, given: Any) -> Any:
@@ -203,7 +196,7 @@ def _float_of_bits(_: Any, __: Any) -> Any:
 
 @inlined
 def exp(x: Any) -> Any:
-    """Give e^x of a float32 up to 88; what is no number stays so."""
+    """Return e^x of a float32 up to 88, in arithmetic that a compiler can vectorise; NaN stays NaN."""
     times = np.floor((x if x > LEAST else LEAST) * _PER_LOG_2 + _HALF)
     rest = x - times * _LOG_2 - times * _LOG_2_REST
     power = ((((_C6 * rest + _C5) * rest + _C4) * rest + _C3) * rest + _C2) * rest + _C1
@@ -212,18 +205,16 @@ def exp(x: Any) -> Any:
     return _ZERO if x < LEAST else power * scale
 
 
-# Tables that lie in a processor's registers, looked up by many lanes at once: parts of loops for x86 with AVX-512.
+PATTERNS = 256  # values of a byte
+LEVELS = 16  # values of four bits
 
-PATTERNS = 256  # of a byte
-LEVELS = 16  # that four bits tell apart
-
-BYTES = "llvm.x86.avx512.vpermi2var.qi.512"  # of a pair of registers, by the lower seven bits
+BYTES = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up in two registers, by the lower seven bits
 NUMBERS = "llvm.x86.avx512.permvar.sf.512"
 
 
 @cache
 def permutes() -> bool:
-    """Tell whether loops are compiled for a processor that has these; asked where loops serve."""
+    """Return whether loops are compiled for a processor with these instructions (AVX-512 VBMI)."""
     from numba.core.registry import cpu_target
 
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
@@ -232,10 +223,10 @@ def permutes() -> bool:
 
 @intrinsic
 def add_looked_up(_: Any, rows: Any, first: Any, tables: Any, own: Any, sums: Any, place: Any, columns: Any) -> Any:
-    """Look up each byte of LOT rows in the table of its column, and add up a row's.
+    """Look up each byte of LOT rows in the table of its column, in registers, and sum over each row.
 
     Flat arrays of bytes: rows from `first` on, tables [columns, PATTERNS] from `own` on, sums from `place` on. The
-    columns are a power of two that the loop knows.
+    number of columns is a power of two, known at compile time.
     """
     from llvmlite import ir
     from numba import types
@@ -262,7 +253,7 @@ def add_looked_up(_: Any, rows: Any, first: Any, tables: Any, own: Any, sums: An
 
 
 def _columns(builder: Any, rows: list[Any]) -> list[Any]:
-    """Sort the bytes of LOT rows, given as they lie in memory, by their column: a vector of LOT for each."""
+    """Sort the bytes of LOT rows, given as they lie in memory, by column: one vector of LOT per column."""
     if len(rows) == 1:
         return rows
     columns = [None] * len(rows)
@@ -280,7 +271,7 @@ def multiply_levels(
 
     Flat arrays: codes from `code` on, two channels a byte; weights from `weight` on; levels [LEVELS] from `zero` on; q
     from `own` on, for every LEVELS bytes of codes the channels of their lower halves before those of their upper ones.
-    The blocks are a multiple of four that the loop knows.
+    The number of blocks is a multiple of four, known at compile time.
     """
     from llvmlite import ir
     from numba import types

@@ -1,11 +1,11 @@
-"""What the loops for a CPU have in common: compiled by numba when they are first run, and kept on the disk.
+"""CPU loops: compiled by numba on first use, and cached on disk.
 
-They stand where torch has no function that reads its input at the memory's rate: a decode step reads every weight and
-every key for one row or a few. They take fp32 alone; where numba is absent, or has no threads that may be used beside
-torch's, the functions of torch that they stand beside do the work.
+They serve where torch has no function that reads its input at memory speed: a decode step reads every weight and every
+key for one or a few rows. They take fp32 only. Where numba is absent, or has no threads that may be used next to
+torch's, the equivalent torch functions do the work.
 
-Loops add in an order that does not depend on the number of threads. Sums may be made of parallel ones, and products
-added without rounding in between; nothing else of the arithmetic is loosened, so that what is not finite stays so.
+Loops add in an order that does not depend on the number of threads. Sums may be split into parallel ones, and products
+added without rounding in between; no other arithmetic is relaxed, so that non-finite numbers stay so.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ except ImportError:
     numba, prange = None, range  # type: ignore[assignment, misc]
 
 LEAST = 1 << 15
-"""Numbers in the largest input from which on a loop is worth its loading, which takes each process some 50 ms."""
+"""Numbers in the largest input from which a loop pays for its loading, which takes some 50 ms per process."""
 
 WORTH_A_THREAD = 1 << 16
-"""Numbers that a thread reads at least: 10 us or so, where threads that wait for each other can take longer."""
+"""Numbers per thread at least: 10 us or so, while waiting for other threads can take longer."""
 
 ARITHMETIC: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
 
@@ -92,60 +92,60 @@ def kept_in() -> str:
 
 
 def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:
-    """Make a loop whose `prange` goes over threads."""
+    """Compile a loop whose `prange` runs over threads."""
     if numba is None:
         return function
     kind: Any = {"parallel": True, "nogil": True, **arithmetic}
     try:
         return numba.njit(cache=True, **kind)(function)
-    except RuntimeError:  # there is no place on the disk to keep it
+    except RuntimeError:  # no place on disk to cache it
         return numba.njit(**kind)(function)
 
 
 def serial(function: Callable[..., Any]) -> Any:
-    """Make such a loop for one thread, to be run by `run_alone`."""
+    """Compile a loop for one thread, to be run by `run_alone`."""
     return compiled(function, {**ARITHMETIC, "parallel": False})
 
 
 def in_order(function: Callable[..., Any]) -> Any:
-    """Make such a loop that adds as it is written: else LLVM looks up several numbers at once, which is slower."""
+    """Compile a loop that adds in the written order; otherwise LLVM would vectorise look-ups, which is slower."""
     return compiled(function, {**ARITHMETIC, "fastmath": ARITHMETIC["fastmath"] - {"reassoc"}})
 
 
 def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32, numbers: int = 0) -> bool:
-    """Tell whether loops take these: of a `dtype`, on a CPU, the last dimension without gaps, not all of them small.
+    """Return whether loops take these tensors: of `dtype`, on a CPU, last dimension without gaps, not all small.
 
-    `numbers`: how many a loop looks at, where they are more than those of the tensors.
+    `numbers`: how many numbers a loop reads, if more than the tensors have.
     """
     if numba is None or torch.compiler.is_compiling():
         return False
     most = numbers
-    for x in tensors:  # asked some hundred times a step
+    for x in tensors:  # called some hundred times per step
         count = x.numel()
         most = max(most, count)
-        # No parameter whose gradient is wanted, and nothing without numbers.
+        # Neither parameters, which may want gradients, nor empty tensors.
         if type(x) is not Tensor or count == 0 or x.dtype != dtype or not x.is_cpu or x.stride(-1) != 1:
             return False
     return most >= LEAST
 
 
 _set = threading.local()
-"""How many threads numba was last told to take, which every thread is told for itself."""
+"""The number of threads last set in numba, for each thread."""
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Make a part of loops, which is compiled with each of them."""
+    """Compile a part of loops, which is inlined into each of them."""
     return function if numba is None else numba.njit(forceinline=True, **ARITHMETIC)(function)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Make a part of loops of what writes the compiler's own instructions."""
+    """Make a part of loops from a function that emits compiler instructions."""
     return function if numba is None else numba.extending.intrinsic(function)
 
 
 @cache
 def _most_threads() -> int:
-    """Start numba's threads, of which there are so many; that tells OpenMP to take as many for torch, too."""
+    """Start numba's threads and return their number; undo that this sets OpenMP's number for torch as well."""
     before = torch.get_num_threads()
     most: int = numba.get_num_threads()
     torch.set_num_threads(before)
@@ -153,7 +153,7 @@ def _most_threads() -> int:
 
 
 def _leave_threads_to_the_parent() -> None:
-    """Do without loops in a process that was forked off: threads stayed behind, and asking for them would end it."""
+    """Disable loops in a forked process: threads stay in the parent, and requesting them would end the process."""
     global numba
     if _most_threads.cache_info().currsize:
         numba = None  # type: ignore[assignment]
@@ -163,9 +163,9 @@ os.register_at_fork(after_in_child=_leave_threads_to_the_parent)
 
 
 def run(loop: Any, numbers: int, *arguments: Any) -> None:
-    """Run a loop that reads so many `numbers`, with as many threads as torch takes.
+    """Run a loop that reads `numbers` numbers, with as many threads as torch uses.
 
-    Tensors are given as arrays, those in tuples, too.
+    Tensors are passed as arrays, also those in tuples.
     """
     threads = min(torch.get_num_threads(), _most_threads(), 1 + numbers // WORTH_A_THREAD)
     if getattr(_set, "threads", 0) != threads:
@@ -175,7 +175,7 @@ def run(loop: Any, numbers: int, *arguments: Any) -> None:
 
 
 def run_alone(loop: Any, *arguments: Any) -> Any:
-    """Run a loop for one thread; gives what it returns."""
+    """Run a loop on one thread, and return its result."""
     return loop(*_arrays(arguments))
 
 
@@ -184,8 +184,8 @@ def _arrays(given: tuple[Any, ...]) -> list[Any]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """View all that lies between the first and the last number of x as one row, which a loop knows to have no gaps."""
+    """View everything between the first and the last number of x as one row, which a loop knows to have no gaps."""
     span = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):  # no generator: it is asked for at every loop
+    for size, stride in zip(x.shape, x.stride(), strict=True):  # no generator: this runs for every loop
         span += (size - 1) * stride
     return x.as_strided((span,), (1,))

@@ -1,4 +1,7 @@
-"""The newest token of every sequence goes into its row, where it is needed before attention puts it there.
+"""Append the newest token of every sequence to its row, and take in pages that it has filled.
+
+`append_token` serves where a token is needed before attention, which otherwise stores it. A filled page is summarised,
+written to pinned host memory (quantised if its format says so), or both.
 
 Shapes: rows and new token as in `kvcli.kernels.paged_attention`.
 """
@@ -17,14 +20,14 @@ from kvcli.kernels.recall import HostPages, constants
 
 
 class NewToken(NamedTuple):
-    """Keys and values [b, Hk, d] of the newest token of every sequence; `at` [b, Hk] int32, its rows where given."""
+    """Keys and values [b, Hk, d] of the newest token of every sequence; `at` [b, Hk] int32 are its rows, if given."""
 
     k: Tensor
     v: Tensor
     at: Tensor | None = None
 
     def check(self, rows: PagedKV) -> None:
-        """Raise ValueError where shapes, dtypes or strides are not those of a token of these rows."""
+        """Raise ValueError if shapes, dtypes or strides are not those of a token of these rows."""
         b, num_kv_heads, _, d = rows.k.shape
         for name, x in (("new k", self.k), ("new v", self.v)):
             require(name, x, (b, num_kv_heads, d), rows.k.dtype)
@@ -35,7 +38,7 @@ class NewToken(NamedTuple):
 
 
 def append_token_ref(rows: PagedKV, new: NewToken, heads: Tensor | None = None) -> None:
-    """Put it there head by head, those of `heads` [b, Hk] alone where they are given."""
+    """Reference of `append_token`: head by head; only KV heads in `heads` [b, Hk], if given."""
     size, newest = rows.layout.size, rows.lengths - 1
     row = newest if rows.in_place else slot_of_page(newest // size, rows.layout) * size + newest % size
     at = row[:, None].expand(rows.k.shape[:2]) if new.at is None else new.at
@@ -86,7 +89,7 @@ def _append_kernel(
     token_k, token_v = tl.load(new_k + here, mask=c < D), tl.load(new_v + here, mask=c < D)
     tl.store(k + row.to(tl.int64) * kv_row, token_k, mask=c < D)
     tl.store(v + row.to(tl.int64) * kv_row, token_v, mask=c < D)
-    if TWICE:  # into the ring, and as long as there are slots of their own, into these
+    if TWICE:  # into the ring and, for the first tokens, also into slots of their own
         if length <= first:
             own = (length - 1).to(tl.int64) * kv_row
             tl.store(k + own, token_k, mask=c < D)
@@ -94,9 +97,9 @@ def _append_kernel(
 
 
 def append_token(rows: PagedKV, new: NewToken) -> None:
-    """Write the newest tokens to their rows, which are not in place; a sequence of length 0 has none.
+    """Write the newest tokens to their rows, which must not be in place; a sequence of length 0 has none.
 
-    May be captured in a CUDA graph.
+    Can be captured in a CUDA graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
@@ -119,11 +122,8 @@ def append_token(rows: PagedKV, new: NewToken) -> None:
     return None
 
 
-# Write-out of a page that the newest token has filled, quantised on its way (`filled_page`).
-
-
 def write_quantised_ref(rows: PagedKV, host: HostPages) -> None:
-    """Write head by head."""
+    """Reference of `write_quantised`: head by head."""
     form, held = host.format, host.held_keys
     assert form is not None
     assert held is not None
@@ -164,7 +164,7 @@ def _write_by_channel(
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """Write rows x of SIZE tokens by groups of TOKENS and one channel."""
+    """Write rows x of SIZE tokens in groups of TOKENS and one channel."""
     halves: tl.constexpr = 8 // BITS
     most: tl.constexpr = (1 << BITS) - 1
     r, c = tl.arange(0, TOKENS), tl.arange(0, BLOCK_W)
@@ -202,7 +202,7 @@ def _write_by_token(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write rows x of SIZE tokens by groups of one token and CHANNELS, divided by `sizes` where there are any."""
+    """Write rows x of SIZE tokens in groups of one token and CHANNELS, divided by `sizes` if there are any."""
     halves: tl.constexpr = 8 // BITS
     most: tl.constexpr = (1 << BITS) - 1
     columns: tl.constexpr = halves * W // CHANNELS
@@ -253,7 +253,7 @@ def _write_quantised_kernel(
     KEY_TOKENS: tl.constexpr,
     KEY_CHANNELS: tl.constexpr,
     KEY_SCALES: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # noqa: ARG001 - of reading
+    BLOCK_K: tl.constexpr,  # noqa: ARG001 - used when reading
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -284,9 +284,9 @@ def _write_quantised_kernel(
 
 
 def write_quantised(rows: PagedKV, host: HostPages) -> None:
-    """Quantise for `kvcli.kernels.append.take_in_filled_page`, which has checked all this.
+    """Write out filled pages quantised, for `take_in_filled_page`, which has checked the arguments.
 
-    `host.held_keys` gets the keys of the page, as they will be read, where it has keys and several tokens.
+    `host.held_keys` receives the keys of the page, as they will be read, if it has keys and several tokens.
     """
     form = host.format
     assert form is not None
@@ -305,13 +305,10 @@ def write_quantised(rows: PagedKV, host: HostPages) -> None:
     return None
 
 
-# A page that the newest token has filled: its keys are summarised, it goes to pinned host memory, or both.
-
-
 def take_in_filled_page_ref(
     rows: PagedKV, summary: Tensor | None = None, host: HostPages | None = None, cuboid: bool = False
 ) -> None:
-    """Sequence by sequence, head by head."""
+    """Reference of `take_in_filled_page`: sequence by sequence, head by head."""
     digest = page_cuboid if cuboid else page_summary_ref
     for b, page, start in filled_pages(rows):
         k, v = (x[b, :, start : start + rows.layout.size] for x in (rows.k, rows.v))  # [Hk, p, d]
@@ -383,12 +380,12 @@ def _filled_kernel(
 def take_in_filled_page(
     rows: PagedKV, summary: Tensor | None = None, host: HostPages | None = None, cuboid: bool = False
 ) -> None:
-    """Take in the page of every sequence whose length is a whole number of pages; its newest token is appended.
+    """Take in the newest page of every sequence whose length, newest token included, is a multiple of the page size.
 
-    Writes `summary` and `host` at that page and nothing else, either where it is given. The slot is read until the
-    kernel has finished, and the host's copy is valid from then on. May be captured in a CUDA graph. Raises ValueError
-    for shapes, dtypes or strides that the kernel cannot read. Where the host's pages are quantised, it is the keys as
-    they will be read that are summarised.
+    Writes that page to `summary` and `host`, whichever are given, and nothing else. The slot is read until the kernel
+    has finished, and the host's copy is valid from then on. If the host's pages are quantised, the keys as they will be
+    read are summarised. Can be captured in a CUDA graph. Raises ValueError for shapes, dtypes or strides that the
+    kernel cannot read.
     """
     (b, num_kv_heads, _, d), layout = rows.k.shape, rows.layout
     rows.check()

@@ -1,9 +1,9 @@
-"""Attention of a block of queries over a block of keys, with what is needed to merge blocks.
+"""Attention of a block of queries over a block of keys, with the log-sum-exp needed to merge blocks.
 
     s_ij = softcap(scale * q_i . k_j) + mask_ij      out_i = sum_j softmax(s_i)_j v_j      lse_i = log sum_j exp(s_ij)
 
-Shapes: q [Hk, m, d], k [Hk, n, d], v [Hk, n, d], mask [m, n] or [Hk, m, n] (True: attend) -> out [Hk, m, d], lse
-[Hk, m] in fp32. The G query heads of a KV head are rows of the same block, so keys are never repeated from Hk to H.
+Shapes: q [Hk, m, d], k [Hk, n, d], v [Hk, n, d], mask [m, n] or [Hk, m, n] (True: attend) -> out [Hk, m, d], lse [Hk,
+m] in fp32. The G query heads of a KV head are rows of the same block, so keys are never repeated from Hk to H.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from kvcli.compat import preferred_attention
 from kvcli.kernels._triton import interpreted, jit, launch, power_of_two, require, takes, tl
 from kvcli.kernels.softmax import Softmax, capped
 
-# A kernel of our own for many queries, where no fused one serves: with a softcap, with a mask, in fp32. No scores are
-# stored.
-
-WIDEST = 256  # channels; of wider heads a tile does not fit into registers
-FEWEST = 64  # queries; with fewer, programs that go over all keys leave most of the device idle
+WIDEST = 256  # channels; a tile of wider heads does not fit into registers
+FEWEST = 64  # queries; with fewer, programs that iterate over all keys leave most of the device idle
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Tell whether the kernel is there for such queries and values, and better than storing scores."""
+    """Return whether `tile_attention` can take such queries and values, and is better than storing scores."""
     return takes(q) and q.shape[2] == v.shape[2] <= WIDEST and q.shape[1] >= FEWEST
 
 
@@ -39,7 +36,7 @@ def tile_attention_ref(
     window: int | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch with all scores, in at least fp32; a query that sees nothing gets zeros, and -inf."""
+    """Reference of `tile_attention` with all scores, in at least fp32; a query without keys gets zeros and -inf."""
     (num_heads, m, _), n = q.shape, k.shape[1]
     dtype, groups = torch.promote_types(q.dtype, torch.float32), num_heads // len(k)
     keys, values = (x.to(dtype).repeat_interleave(groups, 0) for x in (k, v))
@@ -86,7 +83,7 @@ def _tile_kernel(
     BLOCK_D: tl.constexpr,
 ) -> None:
     head = tl.program_id(1)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # those that see most begin first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the queries that see most start first
     i, j, c = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     inside = (i < m)[:, None] & (c < D)[None, :]
     q += head.to(tl.int64) * q_head
@@ -148,7 +145,9 @@ def tile_attention(
     window: int | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend; sinks are left to the caller, who has the log-sum-exp. A window goes with `causal`.
+    """Attend for many queries where no fused kernel serves (softcap, mask, fp32), without storing scores.
+
+    Returns out and lse; sinks are left to the caller. A `window` needs `causal`.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
@@ -185,10 +184,10 @@ def tile_attention(
 # Elements of a score matrix held at once where no fused kernel applies (256 MiB in fp32).
 SCORES_AT_ONCE = 1 << 26
 
-# What cuDNN is worth a plan for, which takes it tens to hundreds of milliseconds: whole chunks of a prompt as rows, and
-# keys by powers of two that are as long as this at least. From twice as many keys on, a quarter of it is enough: as a
-# GPU reads prompts by 4096 tokens, all keys before a chunk are cuDNN's then, in two shapes more. Shorter prompts would
-# not win back what these take: by published rates some 10 ms for 4096 keys that a chunk sees, in 32 layers of an 8B.
+# cuDNN plans each shape, which takes tens to hundreds of milliseconds. A plan pays off for whole chunks of a prompt as
+# rows, and keys in powers of two of at least this length. From twice as many keys on, a quarter of it is enough: as a
+# GPU reads prompts by 4096 tokens, cuDNN then takes all keys before a chunk, with two more shapes. Shorter prompts
+# would not win back their cost: by published rates some 10 ms for 4096 keys that a chunk sees, in 32 layers of an 8B.
 PLANNED_ROWS, PLANNED_KEYS = 1024, 1 << 14
 
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
@@ -197,7 +196,7 @@ FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 def block_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch in the precision of its input (at least fp32); `causal` aligns the last row with the last key."""
+    """Reference of `block_attention`, in at least fp32; `causal` aligns the last row with the last key."""
     scores = attention_scores(q, k, softmax)
     if causal:
         m, n = scores.shape[-2:]
@@ -210,7 +209,7 @@ def block_attention_ref(
 
 
 def attention_scores(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
-    """Scores s [Hk, m, n] without a mask, in at least fp32."""
+    """Return scores s [Hk, m, n] without a mask, in at least fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return softmax.scores(q.to(dtype) @ k.to(dtype).transpose(-1, -2))
 
@@ -218,10 +217,10 @@ def attention_scores(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Fused where the device has a kernel that returns lse, else by ours; the reference, a bounded number of rows at a
-    time, where neither serves: for very wide heads, and for few rows.
+    """Attend by the fastest means: fused if the device has a kernel that returns lse, otherwise `tile_attention`.
 
-    `causal` takes square blocks only (m == n); give a mask for other shapes.
+    If neither serves (very wide heads, few rows), the reference runs on a bounded number of rows at a time. `causal`
+    takes square blocks only (m == n); give a mask for other shapes.
     """
     if softmax.softcap is None and q.device.type == "cpu":
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
@@ -248,9 +247,9 @@ def block_attention(
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Causal attention, to the last `window` keys, in one launch: None where the device has no kernel for it.
+    """Attend causally, to the last `window` keys, in one launch; None if the device has no kernel for it.
 
-    Shapes: q [H, m, d], k and v [Hk, n, d], whose last ones belong together -> out [H, m, d], lse [H, m].
+    Shapes: q [H, m, d], k and v [Hk, n, d], with the last query at the last key -> out [H, m, d], lse [H, m].
     """
     if _backend(q, k, v, softmax, causal=False) not in FUSED:
         return tile_attention(q, k, v, softmax, True, window) if serves(q, v) else None
@@ -266,7 +265,7 @@ def causal_attention(
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, causal: bool) -> SDPBackend | None:
-    """What torch prefers for such tensors on a GPU."""
+    """Return the back end that torch prefers for such tensors on a GPU."""
     if q.device.type != "cuda" or softmax.softcap is not None or q.shape[-1] % 8:
         return None
     grouped = q.shape[0] != k.shape[0]
@@ -274,10 +273,10 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, causal: bool) ->
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, with_cudnn: bool) -> tuple[Tensor, Tensor]:
-    """Attend by flash attention, and to long stretches of keys by cuDNN, up to twice as fast on an H100.
+    """Attend by flash attention, and to long ranges of keys by cuDNN, up to twice as fast on an H100.
 
-    cuDNN plans every shape anew: a prompt whose chunks see ever more keys would spend more time on that than on
-    attention. Powers of two are few.
+    cuDNN plans every shape anew: a prompt whose chunks see ever more keys would spend more time on planning than on
+    attention. Splitting keys into powers of two keeps shapes few.
     """
     start, blocks = 0, []
     if with_cudnn and not causal and q.shape[1] % PLANNED_ROWS == 0:
@@ -303,17 +302,17 @@ def powers_of_two(n: int) -> list[int]:
 
 
 def merge_blocks(*blocks: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Combine attention over disjoint sets of keys: (out [.., d], lse [..]) each -> the same of their union."""
+    """Combine attention over disjoint sets of keys, (out [.., d], lse [..]) each, into that over their union."""
     if len(blocks) == 1:
         return blocks[0]
     lse = reduce(torch.logaddexp, (norm for _, norm in blocks))
     (first, norm), *others = blocks
-    merged = first * torch.exp(norm - lse).unsqueeze(-1)  # fp32 at least, as lse is
+    merged = first * torch.exp(norm - lse).unsqueeze(-1)  # at least fp32, like lse
     for out, norm in others:
         merged.addcmul_(out, torch.exp(norm - lse).unsqueeze(-1))
     return merged.to(first.dtype), lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Let a valueless logit join the norm: out [.., d], lse [..], sinks broadcast to lse -> out [.., d]."""
+    """Add a valueless logit to the norm: out [.., d], lse [..], sinks broadcast to lse -> out [.., d]."""
     return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)

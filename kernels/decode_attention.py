@@ -1,15 +1,15 @@
-"""Attention of one new token over the keys that are resident.
+"""Decode attention: one new token attends to the resident keys.
 
     out_h = sum_j softmax(scale * q_h . k_j)_j v_j
 
 Shapes: q [H, d], k [Hk, n, d], v [Hk, n, d] -> out [H, d]. Query heads h of one KV head are rows h*G .. h*G+G-1.
 
-Tokens held in bytes (`kvcli.kernels.quant`) are multiplied on a CPU as they are; no buffer holds all of them in fp32.
+On a CPU quantised tokens (`kvcli.kernels.quant`) are multiplied without a buffer of all of them in fp32.
 
     products  s_hgj = q_hg . (z_hj + s_hj code_hj)        every key, for the query rows that share a KV head
     mixtures  o_hg = sum_j w_hgj (z_hj + s_hj code_hj)    every value, weighted
 
-Bytes are read from memory, and a few tokens at a time are numbers, in the processor's nearest cache.
+Bytes are read from memory, and dequantised a few tokens at a time in the L1 cache.
 
 Shapes: q [Hk, G, d] fp32, blocks [n, Hk, bytes] uint8 without gaps, one token each, w [Hk, G, n].
 """
@@ -41,12 +41,12 @@ from kvcli.kernels.paged_attention import paged_decode_attention
 from kvcli.kernels.quant import BlockFormat, PartLayout, numbers_of_halves, read_token
 from kvcli.kernels.softmax import Softmax
 
-QUANTISED_PIECE = 512  # tokens that a thread takes at once; their number does not depend on the threads
+QUANTISED_PIECE = 512  # tokens per thread at once, for any number of threads
 
 
 @cache
 def _quantised_loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
-    """Make the loops over rows of d numbers: with sizes that are known a processor takes sixteen numbers at a time."""
+    """Make the loops over rows of d numbers; sizes known at compile time allow vectors of sixteen."""
     mask, form = (1 << bits) - 1, part.of_token(d, bits)
     columns = form[3]
 
@@ -92,7 +92,7 @@ def _quantised_loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
 
 
 def quantised_loops_suit(q: Tensor, blocks: Tensor) -> bool:
-    """Tell whether these loops can take the queries [Hk, G, d] with the blocks."""
+    """Return whether these loops serve for queries [Hk, G, d] and the blocks."""
     return (
         q.shape[1] <= gemv.MOST_ROWS
         and serves(blocks, dtype=torch.uint8)
@@ -111,7 +111,7 @@ def products_quantised_cpu(q: Tensor, blocks: Tensor, form: BlockFormat) -> Tens
 
 
 def mixtures_quantised_cpu(w: Tensor, blocks: Tensor, form: BlockFormat) -> Tensor:
-    """Add values up by weights: [Hk, G, d]."""
+    """Sum the values by weights: [Hk, G, d]."""
     heads, group, n = w.shape
     parts = w.new_empty(-(-n // QUANTISED_PIECE), heads, group, form.d)
     loop, held = _quantised_loop(1, blocks, form)
@@ -122,9 +122,9 @@ def mixtures_quantised_cpu(w: Tensor, blocks: Tensor, form: BlockFormat) -> Tens
 def attend_quantised_cpu(
     q: Tensor, blocks: Tensor, form: BlockFormat, sizes: Tensor, k: Tensor, v: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Attend to tokens in blocks and to others k, v [Hk, m, d] in fp32 behind them: out [Hk, G, d] and lse [Hk, G].
+    """Attend to quantised tokens, followed by k, v [Hk, m, d] in fp32; return out [Hk, G, d] and lse [Hk, G].
 
-    The sizes [Hk, d] of keys in blocks multiply the queries instead.
+    The channel sizes [Hk, d] of quantised keys are multiplied into the queries.
     """
     far_scores = products_quantised_cpu(q * sizes[:, None], blocks, form)
     scores = softmax.scores(torch.cat((far_scores, q @ k.transpose(1, 2)), -1))
@@ -136,22 +136,20 @@ def attend_quantised_cpu(
 
 
 def _quantised_loop(part: int, blocks: Tensor, form: BlockFormat) -> tuple[Any, tuple[Any, ...]]:
-    """Choose the loop over keys, part 0, or values, and give it the blocks."""
+    """Choose the loop for keys (part 0) or values, with its arguments."""
     layout, rows = form.layouts[part], blocks.flatten(0, 1)
     return _quantised_loops(form.d, layout, form.bits)[part], (rows, rows.view(torch.uint16), numbers_of_halves())
 
 
-# Attention of a few queries on a CPU, which reads keys and values once, a piece of the tokens after the other.
-
 _NONE = np.float32("-inf")
-_LINE = 16  # numbers behind the d' of a part: its highest score and the sum of weights, and room up to a line's edge
+_LINE = 16  # numbers after the d' of a part: its highest score, the sum of weights, and padding to a cache line
 
 
 class TokenSet(NamedTuple):
-    """Tokens that are attended to: all of k and v or those in `rows` [1 or Hk, n]; of them those `valid`, bool [Hk, n].
+    """Tokens that are attended to: all of k and v, or those in `rows` [1 or Hk, n]; only those `valid`, bool [Hk, n].
 
-    `log_counts` [Hk, G or 1, n] are the logarithms of how often each counts, -inf for never. Without k, in the place of
-    the queries are scores [Hk, G, n] that are known, scaled and bounded, of v or its `rows`; weights take their place.
+    `log_counts` [Hk, G or 1, n] are the logarithms of how often each token counts, -inf for never. Without k, q holds
+    known scores [Hk, G, n], scaled and capped, of v or its `rows`; they are overwritten by the weights.
     """
 
     q: Tensor
@@ -163,7 +161,7 @@ class TokenSet(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """KV heads, queries of each, and tokens."""
+        """KV heads, queries per KV head, and tokens."""
         heads, group, _ = self.q.shape
         if self.k is None:
             return heads, group, self.q.shape[2]
@@ -171,19 +169,19 @@ class TokenSet(NamedTuple):
 
     @property
     def by_token(self) -> bool:
-        """Whether the heads of a token lie side by side, and are read together."""
+        """Whether the heads of a token are adjacent in memory, and are read together."""
         return self.k is not None and self.rows is None and heads_side_by_side(self.k)
 
     @property
     def piece(self) -> int:
-        """Tokens that a thread takes at once."""
+        """Tokens per thread at once."""
         return TOKENS if self.by_token else PIECE
 
 
 class Attended(NamedTuple):
-    """What `attend` found: out [Hk, G, d'], zeros where nobody was attended to, and lse [Hk, G], -inf there.
+    """The result of `attend`: out [Hk, G, d'], zeros where no token counts, and lse [Hk, G], -inf there.
 
-    Of the first set: `weights` [Hk, G, n], e^(s - top), and `parts` [Hk, pieces, G, ..], which have `top`.
+    For the first set: `weights` [Hk, G, n], e^(s - top), and `parts` [Hk, pieces, G, ..], which include `top`.
     """
 
     out: Tensor
@@ -195,7 +193,7 @@ class Attended(NamedTuple):
 
 @inlined
 def _begins(x: Any, d: int, rows: Any, start: int, step: int, j: int, part: int) -> Any:
-    # Where four rows begin that lie anywhere; those some turns later have been asked for then.
+    # Offsets of four scattered rows; rows some turns later are prefetched.
     for turn in range(4):
         prefetch(x, start + rows[min(j + turn * part + AHEAD, len(rows) - 1)] * step, d)
     return (
@@ -225,7 +223,7 @@ def _mix_one(w: Any, v: Any, h: int, j: int, at: int, d: int, group: int, sums: 
 
 @inlined
 def _weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: Any, valid: Any, sums: Any) -> None:
-    """Turn the products of a piece into weights; the highest score and the sum go behind the `sums` [G, d' + ..]."""
+    """Turn the products of a piece into weights; store the highest score and the sum after the `sums` [G, d' + ..]."""
     scale, softcap, d_v = form
     for g in range(scores.shape[1]):
         row = scores[h, g, first:last]
@@ -247,7 +245,7 @@ def _weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: An
         top = _NONE
         for i in range(len(row)):
             top = row[i] if row[i] > top else top
-        shift = top if top > _NONE else np.float32(0)  # of a piece of which nobody is attended to
+        shift = top if top > _NONE else np.float32(0)  # a piece without valid tokens
         total = np.float32(0)
         for i in range(len(row)):
             row[i] = exp(row[i] - shift)
@@ -258,7 +256,7 @@ def _weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: An
 
 @inlined
 def _merge(parts: Any, out: Any, lse: Any) -> None:
-    """Put the pieces of all sets together."""
+    """Merge the pieces of all sets."""
     heads, group, d = out.shape
     for h in range(heads):
         for g in range(group):
@@ -281,11 +279,11 @@ def _merge(parts: Any, out: Any, lse: Any) -> None:
 
 @cache
 def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
-    """Make the loops over keys of d and values of d_v numbers, for so many queries that share a KV head.
+    """Make the loops over keys of d and values of d_v numbers, for `group` queries that share a KV head.
 
-    Rows lie `head` and `token` numbers apart; they are those `at` [1 or Hk, n], if that has any. Where the heads of a
-    token lie side by side they are read by token. Without keys the scores are there already. Rows that are `far` are
-    read ahead. The pieces of a set are those from `begin` on; the last set merges.
+    Rows are `head` and `token` numbers apart; only rows `at` [1 or Hk, n] are read, if there are any. Where the heads
+    of a token are adjacent, they are read by token. Without keys the scores are known already. With `far` rows are
+    prefetched. The pieces of a set start at `begin`; the last set merges.
     """
 
     @compiled
@@ -297,7 +295,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
         for piece in prange(len(scores) * pieces):
             h, own = piece // pieces, piece % pieces
             first, last = own * PIECE, min(own * PIECE + PIECE, n)
-            part = (last - first) // 4  # four streams: a processor reads ahead in each
+            part = (last - first) // 4  # four streams: a processor prefetches in each
             if len(at) and len(k):
                 rows = at[h % len(at)]
                 for j in range(first, first + part):
@@ -309,7 +307,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
                     dots(q, k, h, j, part, apart(k, h * k_head + j * k_token, k_token, part, d, far), d, group, scores)
                 for j in range(first + 4 * part, last):
                     dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
-            sums = parts[h, begin + own]  # on a line's edge, as torch allocates; numba's own memory need not be
+            sums = parts[h, begin + own]  # aligned to a cache line by torch; numba's memory may not be
             _weigh(scores, h, first, last, form, log_counts, valid, sums)
             if len(at):
                 rows = at[h % len(at)]
@@ -378,7 +376,7 @@ _EVERYBODY = np.empty((0, 0), np.bool_)
 
 
 def attend(sets: Sequence[TokenSet], softmax: Softmax) -> Attended:
-    """Attend to disjoint sets of tokens, as if they were one."""
+    """Attend to disjoint sets of tokens as if they were one."""
     shapes, d = [each.shape for each in sets], sets[0].v.shape[2]
     counts = [-(-n // each.piece) for each, (_, _, n) in zip(sets, shapes, strict=True)]
     heads, group, _ = shapes[0]
@@ -393,7 +391,7 @@ def attend(sets: Sequence[TokenSet], softmax: Softmax) -> Attended:
 
 
 def mass(of: Attended, lse: Tensor) -> Tensor:
-    """Add up the attention that each token of the first set got from all queries, by the lse of these: [n]."""
+    """Sum the attention that each token of the first set received from all queries, given their lse: [n]."""
     out = of.weights.new_empty(of.weights.shape[2])
     run(_add_up, of.weights.numel(), of.weights, of.parts, lse, of.piece, of.out.shape[2], out)
     return out
@@ -420,12 +418,12 @@ def _attend(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, int
 
 
 def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Plain torch, in the precision of its input."""
+    """Reference of `decode_attention` in plain torch, in the precision of its input."""
     return _finish(q, *block_attention_ref(_by_group(q, k), k, v, softmax), softmax)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Attend with the fastest kernel of the device; same result as the reference within rounding."""
+    """Attend with q [H, d] to k, v [Hk, n, d] by the fastest kernel of the device; return [H, d]."""
     if takes(q):
         return attend_rows(q, k, v, softmax)
     heads = _by_group(q, k)
@@ -435,26 +433,26 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
 
 
 def attend_chosen_suits(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> bool:
-    """Tell whether `attend_chosen` serves: on a CPU, what is `chosen` [Hk, ..] by KV heads, not by query heads."""
+    """Return whether `attend_chosen` serves: on a CPU, with `chosen` [Hk, ..] by KV head, not by query head."""
     return len(chosen) == len(k) and gemv.suits(_by_group(q, k), k, v)
 
 
 def attend_chosen(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax, valid: Tensor | None = None
 ) -> Tensor:
-    """Attend to `rows` [Hk, m] of k and v [Hk, n, d] where they lie, without a copy; to those `valid`, bool [Hk, m]."""
+    """Attend in place to `rows` [Hk, m] of k and v [Hk, n, d], without a copy; only those `valid`, bool [Hk, m]."""
     return _finish(q, *attend([TokenSet(_by_group(q, k), k, v, rows, valid)], softmax)[:2], softmax)
 
 
 def attend_blocks_suits(q: Tensor, blocks: Tensor) -> bool:
-    """Tell whether `attend_blocks` serves: on a CPU, blocks [n, Hk, bytes] that are many enough."""
+    """Return whether `attend_blocks` serves: on a CPU, with enough blocks [n, Hk, bytes]."""
     return quantised_loops_suit(q.view(blocks.shape[1], -1, q.shape[-1]), blocks)
 
 
 def attend_blocks(
     q: Tensor, blocks: Tensor, form: BlockFormat, sizes: Tensor, k: Tensor, v: Tensor, softmax: Softmax
 ) -> Tensor:
-    """Attend to tokens where they lie as blocks of bytes, keys of `sizes`, and to k and v [Hk, m, d] behind them."""
+    """Attend in place to quantised blocks with channel `sizes`, followed by k and v [Hk, m, d]."""
     heads = _by_group(q, k).float()
     return _finish(q, *attend_quantised_cpu(heads, blocks, form, sizes, k.float(), v.float(), softmax), softmax).to(
         q.dtype
@@ -462,7 +460,7 @@ def attend_blocks(
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, kept: Tensor | None = None) -> Tensor:
-    """Attend on a GPU: every row is a slot of one token; of the rows those that are `kept`, [Hk, n] bool."""
+    """Attend on a GPU with every row a slot of one token; only to rows marked in `kept`, [Hk, n] bool."""
     if not same_strides(k, v):
         k, v = k.contiguous(), v.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -482,12 +480,9 @@ def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
     return out.reshape(q.shape[0], -1)
 
 
-# Attention to several sets of tokens as if they were one, where some count more or less than once.
-
-
 def attend_sets(q: Tensor, sets: Sequence[TokenSet], softmax: Softmax) -> Tensor:
-    """Attend with one query of each head; at least one token of a head counts."""
-    numbers = sum(each.v.numel() for each in sets)  # some sets may be small
+    """Attend with one query per head to several sets of tokens as if they were one; at least one token must count."""
+    numbers = sum(each.v.numel() for each in sets)  # a single set may be small
     if all(gemv.suits(each.q, each.v, *([] if each.k is None else [each.k]), numbers=numbers) for each in sets):
         out, lse, *_ = attend(sets, softmax)
     else:
@@ -498,7 +493,7 @@ def attend_sets(q: Tensor, sets: Sequence[TokenSet], softmax: Softmax) -> Tensor
 
 
 def counted_attention(tokens: TokenSet, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attend to one set by torch: out [Hk, G, d], lse [Hk, G] in fp32; zeros and lse -inf where nothing counts."""
+    """Attend to one set in torch: out [Hk, G, d], lse [Hk, G] in fp32; zeros and lse -inf where nothing counts."""
     q, k, v, rows, valid, log_counts = tokens
     if rows is not None:
         k, v = (None if x is None else x.take_along_dim(rows[..., None], 1) for x in (k, v))  # type: ignore[assignment]

@@ -1,16 +1,18 @@
-"""The row or page that makes room for the newest token: the lowest score (H2O, TOVA), the oldest stamp (RaaS).
+"""Eviction: the row or page that makes room for the newest token, by lowest score (H2O, TOVA) or oldest stamp (RaaS).
 
-Of tokens: as long as there is room it is the next row; then that of the lowest score, of equals the newest, among
-tokens that are not of the `recent` newest.
+Tokens: as long as there is room, the newest token takes the next row; then the row with the lowest score, the newest in
+a tie, among tokens that are not the `recent` newest.
 
-Shapes: positions [b, Hk, rows] int64 and scores fp32, seen [b] int32 with the newest token, and most [b], the rows of
-each sequence -> at [b, Hk] int32.
+Shapes: positions [b, Hk, rows] int64 and scores fp32, seen [b] int32 including the newest token, and most [b], the rows
+of each sequence -> at [b, Hk] int32.
 
-Of pages: those of the oldest timestamp leave when a new one needs their slot (RaaS, section 3). The page that leaves
-the window, the first of its slots, takes the slot of the stalest page, of which it may be one itself; the others of the
-window move on by a slot, and the last slot is the new page's.
+Pages: the page with the oldest timestamp leaves when a new one needs its slot (RaaS, section 3). The page that leaves
+the window, in its first slot, takes the slot of the stalest page, which may be itself; the other pages of the window
+move on by a slot, and the last slot is the new page's.
+
 Shapes: k and v [b, Hk, slots * p, d], bounds [b, Hk, slots, 2, d], stamps and pages [b, Hk, slots] int64; protected and
-slots [b], seen [b] int32 with the newest token -> held [b], the tokens held then, and full [b], those in full pages.
+slots [b], seen [b] int32 including the newest token -> held [b], the tokens held then, and full [b], those in full
+pages.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ BLOCK = 1024
 
 
 def make_room_ref(positions: Tensor, scores: Tensor, seen: Tensor, most: Tensor, recent: int, at: Tensor) -> None:
-    """All KV heads at once."""
+    """Reference of `make_room`: all KV heads at once."""
     row, newest = torch.arange(scores.shape[2], device=scores.device), seen - 1  # newest [b], its position
     evictable = positions <= (newest - recent)[:, None, None]
     evictable &= row < most[:, None, None]
@@ -94,9 +96,9 @@ def _room_kernel(
 
 
 def make_room(positions: Tensor, scores: Tensor, seen: Tensor, most: Tensor, recent: int, at: Tensor) -> None:
-    """Write the row of the newest token of every KV head to `at`, with its position and a score of zero in that row.
+    """Write the row of every KV head's newest token to `at`, and its position and a score of zero to that row.
 
-    May be captured in a CUDA graph. Raises ValueError for shapes or dtypes that the kernel cannot read.
+    Can be captured in a CUDA graph. Raises ValueError for shapes or dtypes that the kernel cannot read.
     """
     b, num_kv_heads, num_rows = scores.shape
     require_whole("positions", positions, scores.shape, torch.int64)
@@ -116,11 +118,11 @@ def make_room(positions: Tensor, scores: Tensor, seen: Tensor, most: Tensor, rec
     return None
 
 
-BLOCK_ELEMENTS = 4096  # of the keys, and as many of the values, that a program moves at once
+BLOCK_ELEMENTS = 4096  # of keys, and as many of values, moved at once per program
 
 
 class StampedPages(NamedTuple):
-    """The slots of a layer: keys, values, bounds; timestamp and number of the page in each."""
+    """The slots of a layer: keys, values and bounds, and timestamp and number of the page in each."""
 
     k: Tensor
     v: Tensor
@@ -130,7 +132,7 @@ class StampedPages(NamedTuple):
 
 
 class PageCounts(NamedTuple):
-    """Of every sequence [b]: slots that are never evicted, all slots, tokens seen, those held, those in full pages."""
+    """Counts per sequence [b]: protected slots, all slots, tokens seen, tokens held, tokens in full pages."""
 
     protected: Tensor
     slots: Tensor
@@ -140,7 +142,7 @@ class PageCounts(NamedTuple):
 
 
 def replace_page_ref(held: StampedPages, counts: PageCounts, window: int) -> None:
-    """Sequence by sequence, head by head."""
+    """Reference of `replace_page`: sequence by sequence, head by head."""
     size = held.k.shape[2] // held.stamps.shape[2]
     for b, seen in enumerate(counts.seen.tolist()):
         page, slots, protected = (seen - 1) // size, int(counts.slots[b]), int(counts.protected[b])
@@ -225,7 +227,7 @@ def _replace_kernel(
                 keys, values = tl.load(k + here, mask=inside), tl.load(v + here, mask=inside)
                 tl.store(k + there, keys, mask=inside)
                 tl.store(v + there, values, mask=inside)
-            tl.debug_barrier()  # all threads have read what the next turn writes to, and this one's marks
+            tl.debug_barrier()  # all threads have read what this and the next iteration overwrite
             tl.store(stamps + to, stamp)
             tl.store(pages + to, number)
             tl.store(bounds + to * 2 * D + c, high, mask=c < D)
@@ -238,9 +240,9 @@ def _replace_kernel(
 
 
 def replace_page(held: StampedPages, counts: PageCounts, window: int) -> None:
-    """Let a page that the newest token begins have a slot; in sequences in which it begins none, count alone.
+    """Make room for a page that the newest token starts; sequences that start none are only counted.
 
-    Writes `held` and `full` of the counts. May be captured in a CUDA graph. Raises ValueError for shapes, dtypes or
+    Writes `held` and `full` of the counts. Can be captured in a CUDA graph. Raises ValueError for shapes, dtypes or
     strides that the kernel cannot read.
     """
     (b, num_kv_heads, num_rows, d), num_slots = held.k.shape, held.stamps.shape[2]

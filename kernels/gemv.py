@@ -1,10 +1,10 @@
-"""Products of a few rows with long matrices on a CPU, which read these once and at the memory's rate.
+"""Matrix-vector products on a CPU: a few rows times long matrices, read once and at memory speed.
 
     s_hgj = q_hg . k_hj              every key, for the query rows that share a KV head
 
-torch's own read at a half to a third of that rate for so few rows; for linear layers there is `gemv`, for
-attention `decode`. Where the heads of a token lie side by side, they are read together: a head alone would take
-every few lines of memory, and streams so far apart fall on the same places of a cache.
+For so few rows, torch's own products read at a half to a third of that speed. Attention uses them by
+`decode_attention`, linear layers by `row_products`. If the heads of a token are adjacent, they are read together: a
+single head would read every few cache lines, and such strides map to the same sets of a cache.
 
 Shapes: q [Hk, G, d], k [Hk, n, d]; all fp32.
 """
@@ -21,23 +21,23 @@ from kvcli.kernels._llvm import AHEAD, FlatArrays, exp, prefetch
 from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, serves
 
 MOST_ROWS = 8
-"""For more rows a matrix product is faster, which keeps numbers in registers."""
+"""For more rows a matrix product, which keeps numbers in registers, is faster."""
 
-PIECE = 1024  # keys or values that a thread takes at once; their number does not depend on the threads
-TOKENS = 256  # with the keys or values of all heads
-LANES = 16  # numbers of a register of AVX-512
+PIECE = 1024  # keys or values per thread at once, for any number of threads
+TOKENS = 256  # tokens per thread at once, with the keys or values of all heads
+LANES = 16  # numbers per AVX-512 register
 FAR = 1 << 19
-"""Numbers from which on they are taken to lie in memory: read ahead, they come up to 1.8 times as fast.
+"""Numbers from which data is assumed to lie in memory: prefetched, it comes up to 1.8 times as fast.
 
-Of fewer, which a processor's cache may hold, the reading ahead would cost a sixth of the time.
+For less data, which may lie in a cache, prefetching would cost a sixth of the time.
 """
 
 
 @inlined
 def apart(x: Any, first: int, token: int, part: int, d: int, far: bool) -> Any:
-    """Tell where four rows of d numbers begin, `part` tokens apart; `far` ones some tokens later have been asked for.
+    """Return the offsets of four rows of d numbers, `part` tokens apart; with `far`, prefetch rows some tokens later.
 
-    What is below 0 would count from the end, and asking costs pace.
+    Offsets are unsigned, because checks for negative indices cost time.
     """
     if far:
         for turn in range(4):
@@ -48,7 +48,7 @@ def apart(x: Any, first: int, token: int, part: int, d: int, far: bool) -> Any:
 
 @inlined
 def dots(q: Any, k: Any, h: int, j: int, part: int, at: Any, d: int, group: int, out: Any) -> None:
-    """Multiply four rows of a head, `part` apart, with its queries; `d` and `group` are numbers that a loop knows."""
+    """Multiply four rows of a head, `part` apart, with its queries; `d` and `group` are compile-time constants."""
     a0, a1, a2, a3 = at
     for g in range(group):
         s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
@@ -75,12 +75,11 @@ def dot(q: Any, k: Any, h: int, j: int, at: int, d: int, group: int, out: Any) -
 
 @cache
 def _loops(d: int, group: int) -> tuple[Any, Any]:
-    """Make the loops over keys of d numbers, for so many queries that share a KV head.
+    """Make the loops over keys of d numbers, for `group` queries that share a KV head.
 
-    With sizes that are known queries and sums stay in the processor's registers. Keys lie `head` and `token` numbers
-    apart; where the heads of a token lie side by side they are read by token, in the second loop. What loops close over
-    is numbers alone: numba names a compiled loop on the disk by that, and another loop among it has another name in
-    every process.
+    Sizes known at compile time keep queries and sums in registers. Keys are `head` and `token` numbers apart; if the
+    heads of a token are adjacent, the second loop reads them by token. Loops close over numbers only: numba's cache key
+    includes what a loop closes over, and another compiled loop has a new key in every process.
     """
 
     @compiled
@@ -90,7 +89,7 @@ def _loops(d: int, group: int) -> tuple[Any, Any]:
         for piece in prange(heads * pieces):
             h, first = piece // pieces, piece % pieces * PIECE
             last = min(first + PIECE, n)
-            part = (last - first) // 4  # four streams: a processor reads ahead in each
+            part = (last - first) // 4  # four streams: a processor prefetches in each
             for j in range(first, first + part):
                 dots(q, k, h, j, part, apart(k, h * head + j * token, token, part, d, far), d, group, out)
             for j in range(first + 4 * part, last):
@@ -114,9 +113,9 @@ def _loops(d: int, group: int) -> tuple[Any, Any]:
 
 @intrinsic
 def _dot_odd(_: Any, queries: Any, query: Any, ends: Any, end: Any, keys: Any, key: Any, d: Any, lanes: Any) -> Any:
-    """Multiply a row whose d numbers fill no registers of so many `lanes`: the last one begins before those are left.
+    """Multiply a row whose d numbers do not fill registers of `lanes` numbers; the last two registers overlap.
 
-    Against what it has in common with the others there are zeros in the `ends` of the queries.
+    For the overlap, the `ends` of the queries hold zeros.
     """
     from llvmlite import ir
     from numba import types
@@ -142,7 +141,7 @@ def _dot_odd(_: Any, queries: Any, query: Any, ends: Any, end: Any, keys: Any, k
 
 @cache
 def _loop_of_odd_rows(d: int, group: int) -> Any:
-    """Make the loop over keys whose d numbers fill no registers: a compiler would take their last ones one by one."""
+    """Make the loop over keys whose d numbers do not fill registers; a compiler would handle the rest one by one."""
     lanes = LANES if d > LANES else LANES // 2
 
     @compiled
@@ -161,20 +160,20 @@ def _loop_of_odd_rows(d: int, group: int) -> Any:
 
 
 def suits(rows: Tensor, *matrices: Tensor, numbers: int = 0) -> bool:
-    """Tell whether `rows` [.., m, d] are few, and these loops can take them with the matrices.
+    """Return whether `rows` [.., m, d] are few, and these loops can take them with the matrices.
 
-    `numbers`: how many a loop looks at, where they are more than those of the tensors.
+    `numbers`: how many numbers a loop reads, if more than the tensors have.
     """
     return rows.shape[-2] <= MOST_ROWS and serves(rows, *matrices, numbers=numbers)
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
-    """Score every key: [Hk, G, n]."""
+    """Score every key: q [Hk, G, d], k [Hk, n, d] -> [Hk, G, n]."""
     out = q.new_empty(*q.shape[:2], k.shape[1])
     q, held, d = q.contiguous(), (flat(k), *k.stride()[:2]), k.shape[2]
     if d % 8 and d > 8:
         lanes = LANES if d > LANES else LANES // 2
-        ends = q[..., -lanes:].clone()  # zeros in the place of what whole registers before them have
+        ends = q[..., -lanes:].clone()  # zeros where they overlap whole registers
         ends[..., : -(d % lanes)] = 0
         run(_loop_of_odd_rows(d, q.shape[1]), k.numel(), flat(q), flat(ends), *held, out)
     else:
@@ -184,18 +183,16 @@ def products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def heads_side_by_side(x: Tensor) -> bool:
-    """Tell whether the heads of a token lie side by side: keys or values [Hk, n, d] of memory [n, Hk, d]."""
+    """Return whether the heads of a token are adjacent: keys or values [Hk, n, d] of memory [n, Hk, d]."""
     return len(x) > 1 and x.stride(0) < x.stride(1)
 
 
-# Linear layers for a few rows on a CPU, which read their weights once and at the memory's rate: y_mi = x_m . W_i.
-
-ROWS = 32  # of a weight, that a thread takes at once
+ROWS = 32  # rows of a weight per thread at once
 
 
 @inlined
 def _products(x: Any, weight: Any, first: int, last: int, out: Any, at: int) -> None:
-    """Multiply x by some rows of a weight; `out` has the products from column `at` on."""
+    """Multiply x by some rows of a weight; write the products to `out` from column `at` on."""
     part = (last - first) // 4
     for i in range(first, first + part):
         w0, w1, w2, w3 = weight[i], weight[i + part], weight[i + 2 * part], weight[i + 3 * part]
@@ -223,7 +220,7 @@ def _blocks(weight: Any) -> int:
 
 @inlined
 def _place(weights: Any, block: int) -> tuple[int, int, int]:
-    """Tell the layer of a block, where it begins in the layer's rows, and how many rows the layers before have."""
+    """Return the layer of a block, its first row in the layer, and the number of rows of the layers before."""
     layer, at = 0, 0
     while block >= _blocks(weights[layer]):
         block -= _blocks(weights[layer])
@@ -234,7 +231,7 @@ def _place(weights: Any, block: int) -> tuple[int, int, int]:
 
 @compiled
 def _row_products(x: Any, weights: Any, out: Any) -> None:
-    blocks = 0  # of all layers, so that threads have the same to do
+    blocks = 0  # of all layers, to balance threads
     for i in range(len(weights)):
         blocks += _blocks(weights[i])
     for block in prange(blocks):
@@ -252,19 +249,19 @@ def _gated_products(x: Any, gate: Any, up: Any, products: Any, out: Any) -> None
         for m in range(len(x)):
             for i in range(first, last):
                 s = products[m, i]
-                less = -s if s > np.float32(-88) else np.float32(88)  # beyond, e^88 is as good as infinite
+                less = -s if s > np.float32(-88) else np.float32(88)  # beyond that, e^88 is practically infinite
                 out[m, i] = s / (np.float32(1) + exp(less)) * products[m, n + i]
 
 
 def row_products(x: Tensor, weights: tuple[Any, ...]) -> Tensor:
-    """Multiply by the weights of linear layers, arrays without gaps: [m, all their out], side by side."""
+    """Multiply x by the weights of linear layers, arrays without gaps: y_mi = x_m . W_i, [m, all their out]."""
     out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
     run(_row_products, out.shape[1] * x.shape[1], x.contiguous(), weights, out)
     return out
 
 
 def gated_products(x: Tensor, gate: Any, up: Any) -> Tensor:
-    """Give silu(x . gate) * (x . up) by two arrays without gaps: [m, out]."""
+    """Return silu(x . gate) * (x . up) for two arrays without gaps: [m, out]."""
     rows, size = x.shape[0], gate.shape[0]
     products, out = x.new_empty(rows, 2 * size), x.new_empty(rows, size)
     run(_gated_products, gate.size + up.size, x.contiguous(), gate, up, products, out)

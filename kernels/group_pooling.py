@@ -1,11 +1,11 @@
-"""What the query heads that share a KV head make of their scores together.
+"""Pooling of scores over the query heads that share a KV head.
 
 `pooling` names what is pooled over the group and how (FreeKV, appendix B.2): the softmax over candidates of each head
-(mean_s, max_s), the scores themselves (mean_qk, max_qk) or the queries (mean_q, max_q). With none,
-every query head keeps its own scores and chooses for itself.
+(mean_s, max_s), the scores themselves (mean_qk, max_qk) or the queries (mean_q, max_q). With none, every query head
+keeps its own scores and selects on its own.
 
-On the device scores and queries are pooled by the kernel that scores. For a softmax each of its programs leaves the
-scores of its block of candidates, with their maximum and the sum of their exponentials: who pools needs both.
+On the device, scores and queries are pooled by the scoring kernel. Before a softmax, each of its programs stores the
+scores of its block of candidates, with their maximum and the sum of their exponentials, both needed for pooling.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from kvcli.kernels._triton import jit, launch, power_of_two, tl
 from kvcli.kernels.page_table import SlotLayout, candidate_range
 
-POOL_BLOCK = 1024  # scores that a program pools at once
+POOL_BLOCK = 1024  # scores pooled at once per program
 
 Pooling = Literal["mean_s", "max_s", "mean_qk", "max_qk", "mean_q", "max_q"]
 HeadPooling = Literal[Pooling, "none"]
 
 
 def pool_queries(q: Tensor, pooling: HeadPooling) -> Tensor:
-    """Make of a group's queries [Hk, G, d] those to score with: themselves, or one [Hk, 1, d]."""
+    """Return the queries to score with, from a group's queries [Hk, G, d]: themselves, or one [Hk, 1, d]."""
     how, _, what = pooling.partition("_")
     return _pool(q, how)[:, None] if what == "q" else q
 
 
 def pool_scores(scores: Tensor, pooling: HeadPooling) -> Tensor:
-    """Make one row of the scores [Hk, G or 1, n] of the queries from `pool_queries` -> [Hk, n]; with none [H, n]."""
+    """Pool the scores [Hk, G or 1, n] of the queries from `pool_queries` to [Hk, n]; with none to [H, n]."""
     if pooling == "none":
         return scores.flatten(0, 1)
     how, what = pooling.split("_")
@@ -47,13 +47,13 @@ def pool_candidates(
     excluded: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Do in torch what kernels do: scores [b, Hk, G or 1, n], allowed [b, n] -> out [b, Hk or 1, n].
+    """Pool candidates in torch, as the kernels do: scores [b, Hk, G or 1, n], allowed [b, n] -> out [b, Hk or 1, n].
 
-    Of entries that are not allowed the score is -inf; of those `excluded` [b, Hk, n], which no softmax counts, -1.
+    Entries that are not allowed score -inf; those in `excluded` [b, Hk, n], left out of any softmax, score -1.
     """
     mask = allowed[:, None] if excluded is None else allowed[:, None] & ~excluded  # [b, Hk or 1, n]
     scores = scores.masked_fill(~mask[:, :, None], float("-inf")).view(*out.shape[:2], -1, out.shape[2])
-    if sinks is not None:  # a logit more in every softmax
+    if sinks is not None:  # an extra logit in every softmax
         scores = torch.cat((scores, sinks.to(scores).view(1, *scores.shape[1:3], 1).expand(*scores.shape[:3], 1)), -1)
     pooled = pool_scores(scores.flatten(0, 1), pooling)[:, : out.shape[2]].view(out.shape)
     if excluded is not None:
@@ -83,9 +83,9 @@ def leave_scores(
     WHAT: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ) -> None:
-    """Store scores [BLOCK_G, N] of the queries of a KV head: pooled, or as they are where a softmax comes before.
+    """Store scores [BLOCK_G, N] of a KV head's queries: pooled, or unpooled if a softmax comes first.
 
-    Pooled queries are the first row.
+    If queries are pooled, only the first row counts.
     """
     g = tl.arange(0, BLOCK_G)
     inside = entry < num_entries
@@ -128,7 +128,7 @@ def pool_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ) -> None:
-    """Pool the softmax of what `leave_scores` has left over the queries of a KV head, for these entries."""
+    """Pool the softmax of the scores from `leave_scores` over the queries of a KV head, for these entries."""
     part = tl.arange(0, BLOCK_B)
     candidate = (entry >= low) & (entry < high)
     pooled = tl.zeros([BLOCK_N], tl.float32)  # weights are not negative
@@ -140,7 +140,7 @@ def pool_weights(
         if sinks is not None:
             sink = tl.load(sinks + pair % HK * G + g).to(tl.float32)
             highest = tl.maximum(highest, sink)
-        highest = tl.where(highest == float("-inf"), 0.0, highest)  # there are no candidates
+        highest = tl.where(highest == float("-inf"), 0.0, highest)  # no candidates
         norm = tl.sum(total * tl.exp(top - highest), axis=0)
         if sinks is not None:
             norm += tl.exp(sink - highest)
@@ -190,9 +190,9 @@ def _pool_kernel(
 
 
 class GroupScores:
-    """What kernels that score the entries of b sequences leave: `values` and, before a softmax, two sums a block.
+    """Intermediate results of scoring kernels: `values` and, before a softmax, maximum and sum of each block.
 
-    `out` [b, Hk, n] fp32 is what the caller wants; or, after a softmax, [b, 1, n], pooled over all query heads.
+    `out` [b, Hk, n] fp32 is the final result; after a softmax also [b, 1, n], pooled over all query heads.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], pooling: Pooling, blocks: int, out: Tensor):
@@ -212,7 +212,7 @@ class GroupScores:
         excluded: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Do what is left to do: nothing but after a softmax."""
+        """Finish pooling; needed only after a softmax."""
         if self.what != "s":
             return
         (b, num_kv_heads, groups, n), rows = self.shape, self.out.shape[1]

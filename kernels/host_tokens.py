@@ -1,11 +1,11 @@
-"""Layers in host memory that come to the device whole: their tokens are brought, and the newest one is stored there.
+"""Tokens in host memory that come to the device layer by layer; the newest token is stored there.
 
     bring_tokens   host, lengths               -> out[i, :, :n_i]         n_i = max(0, length_i - missing)
     store_newest   new token, lengths          -> host[i][:, length_i - 1]
 
-The kernels read and write pinned memory themselves, so that no call depends on a length: a step can be a CUDA graph.
-A few programs share all that is to be brought, a block of it each at a time, which keeps the bus busy and leaves the
-other multiprocessors to the computation.
+The kernels access pinned memory directly, so that no call depends on a length: a step can be a CUDA graph. A few
+programs share the transfer, one block each at a time, which keeps the bus busy and leaves the other multiprocessors to
+the computation.
 
 Shapes: host tokens of sequence i [t, capacity_i, Hk, d], where t is 2 for keys and values, 1 where both are the same;
 lengths [b] int32, zero for a sequence that takes no part; out [b, t, rows, Hk, d], rows >= capacity_i.
@@ -24,9 +24,9 @@ from kvcli.kernels.append import NewToken
 from kvcli.kernels.recall import ALIGNMENT
 
 PROGRAMS = 32
-"""Programs that share what is brought: with a block each, half a mebibyte of 16-bit numbers is in flight."""
+"""Programs that share the transfer: with a block each, half a mebibyte of 16-bit numbers is in flight."""
 
-BLOCK = 8192  # numbers that a program holds at once
+BLOCK = 8192  # numbers held at once per program
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,9 @@ class HostTokens:
 
     @classmethod
     def of(cls, tokens: Sequence[Tensor], device: torch.device) -> HostTokens:
-        """Take those of a layer, [t, capacity, Hk, d] of each sequence.
+        """Take the tokens of a layer, [t, capacity, Hk, d] for each sequence.
 
-        Raises ValueError where they differ in more than their capacity, have gaps, or lie where kernels cannot read 16
-        bytes at once.
+        Raises ValueError if they differ in more than their capacity, have gaps, or are not aligned to 16 bytes.
         """
         first = tokens[0]
         for each in tokens:
@@ -66,14 +65,14 @@ class HostTokens:
 
 
 def bring_tokens_ref(host: HostTokens, lengths: Tensor, out: Tensor, missing: int = 0) -> None:
-    """Sequence by sequence."""
+    """Reference of `bring_tokens`: sequence by sequence."""
     for tokens, length, rows in zip(host.tokens, lengths.tolist(), out, strict=True):
         there = max(0, length - missing)
         rows[:, :there] = tokens[:, :there]
 
 
 def store_newest_ref(host: HostTokens, new: NewToken, lengths: Tensor) -> None:
-    """Sequence by sequence."""
+    """Reference of `store_newest`: sequence by sequence."""
     for tokens, length, k, v in zip(host.tokens, lengths.tolist(), new.k, new.v, strict=True):
         if length:
             for part, x in zip(tokens, (k, v), strict=False):
@@ -97,7 +96,7 @@ def _bring_kernel(
     i = tl.arange(0, BLOCK)
     for pair in range(B * PARTS):
         count = tl.maximum(tl.load(lengths + pair // PARTS) - missing, 0).to(tl.int64) * WIDTH
-        # Said of the pointer, as in `gather_pages`.
+        # A hint on the pointer, as in `gather_pages`.
         source = tl.multiple_of(tl.load(addresses + pair).to(tl.pointer_type(out.dtype.element_ty)), 16)
         target = out + pair // PARTS * out_batch.to(tl.int64) + pair % PARTS * out_part.to(tl.int64)
         for block in range(tl.program_id(0), tl.cdiv(count, BLOCK).to(tl.int32), programs):
@@ -134,9 +133,9 @@ def _store_kernel(
 
 
 def bring_tokens(host: HostTokens, lengths: Tensor, out: Tensor, missing: int = 0, programs: int = PROGRAMS) -> None:
-    """Bring the first tokens of every sequence, all of its `lengths` but the newest `missing` ones; writes `out`.
+    """Copy the first tokens of every sequence, `lengths` minus the newest `missing` ones, to `out`.
 
-    What is behind them stays as it is. May be captured in a CUDA graph.
+    Rows after them stay as they are. Can be captured in a CUDA graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
@@ -161,9 +160,9 @@ def bring_tokens(host: HostTokens, lengths: Tensor, out: Tensor, missing: int = 
 
 
 def store_newest(host: HostTokens, new: NewToken, lengths: Tensor) -> None:
-    """Write the newest token, the last of its sequence's length, to host memory; of length 0 there is none.
+    """Write the newest token of every sequence to host memory, at its length minus one; length 0 has none.
 
-    May be captured in a CUDA graph; the host's copy is valid once the kernel has finished.
+    Can be captured in a CUDA graph; the host's copy is valid once the kernel has finished.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """

@@ -1,4 +1,4 @@
-"""Eigenvectors of Gram matrices, which may have all but a few eigenvalues at nothing beside the largest."""
+"""Bases of keys: eigenvectors, principal axes, skew and low-rank factors."""
 
 import torch
 from torch import Tensor
@@ -7,32 +7,33 @@ from kvcli.kernels.topk import topk_pages
 
 
 def eigenvectors(gram: Tensor) -> Tensor:
-    """Orthonormal eigenvectors of symmetric matrices [.., w, w], as columns by ascending eigenvalue, in their dtype.
+    """Return orthonormal eigenvectors of symmetric matrices [.., w, w], columns by ascending eigenvalue.
 
-    Found in fp64: where channels are always zero, LAPACK's divide and conquer in fp32 may not converge, or give NaN.
+    Computed in fp64: if channels are always zero, LAPACK's divide and conquer in fp32 may not converge, or give NaN.
     """
     vectors: Tensor = torch.linalg.eigh(gram.double())[1]
     return vectors.to(gram.dtype)
 
-
-# Orthonormal axes of a cloud of vectors, the most important first (Loki, arXiv 2406.02542; InfiniGen, OSDI 2024).
 
 # Vectors of a head that are converted at once.
 PIECE = 4096
 
 
 def second_moments(x: Tensor) -> Tensor:
-    """X^T X of every head."""
+    """Return X^T X of every head."""
     return _summed(x, None)
 
 
 def centred_moments(x: Tensor) -> Tensor:
-    """X^T X of every head, less the mean of its vectors: the covariance, but for a factor."""
+    """Return X^T X of every head with centred vectors: the covariance, up to a factor."""
     return _summed(x, x.mean(1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
 def principal_axes(moments: Tensor) -> Tensor:
-    """Axes of every head; of directions that nothing lies in, some orthonormal choice."""
+    """Return the orthonormal axes of every head, the most important first (Loki, InfiniGen).
+
+    Directions without any vectors get an arbitrary orthonormal basis.
+    """
     return eigenvectors(moments).flip(-1)
 
 
@@ -45,11 +46,11 @@ def _summed(x: Tensor, centre: Tensor | None) -> Tensor:
     return moments
 
 
-# A few skewed columns that stand for queries and keys (InfiniGen, OSDI 2024, section 4).
-
-
 def skew_of(queries: Tensor, keys: Tensor) -> Tensor:
-    """The skew from second moments [Hk, d, d] of queries (all of a group) and keys; columns a by falling |Q a||K a|."""
+    """Return the skew (InfiniGen, section 4) from second moments [Hk, d, d] of queries, all of a group, and keys.
+
+    Columns a are in falling order of |Q a||K a|.
+    """
     axes = principal_axes(queries)
     # |X a|^2 = a^T M a, the diagonal of A^T M A
     strength = [(axes * (moments.to(axes) @ axes)).sum(1).clamp_min(0).sqrt() for moments in (queries, keys)]
@@ -58,19 +59,19 @@ def skew_of(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def prompt_skew(q: Tensor, k: Tensor) -> Tensor:
-    """The skew of one prompt's own queries and keys."""
+    """Return the skew of one prompt's own queries and keys."""
     return skew_of(second_moments(_by_group(q, k)), second_moments(k))
 
 
 def strongest_columns(skew: Tensor, q: Tensor, k: Tensor, count: int) -> Tensor:
-    """The `count` columns of the skew that carry most of this prompt's queries and keys."""
+    """Return the `count` columns of the skew that carry most of this prompt's queries and keys."""
     strength = _mean_magnitude(_by_group(q, k), skew) + _mean_magnitude(k, skew)  # [Hk, d]
     columns = topk_pages(strength, count)[:, None].expand(-1, skew.shape[1], -1)  # [Hk, d, c]
     return skew.gather(2, columns)
 
 
 def _mean_magnitude(x: Tensor, skew: Tensor) -> Tensor:
-    """Mean over the vectors x [Hk, n, d] of |x A|: [Hk, d]."""
+    """Return the mean over the vectors x [Hk, n, d] of |x A|: [Hk, d]."""
     total = torch.zeros_like(skew[:, 0])
     for piece in torch.split(x, PIECE, 1):
         total += (piece.to(skew.dtype) @ skew).abs().sum(1)
@@ -81,27 +82,25 @@ def _by_group(q: Tensor, k: Tensor) -> Tensor:
     return torch.reshape(q, (k.shape[0], -1, q.shape[-1]))  # [H, r, d] -> [Hk, G * r, d]
 
 
-# Low-rank factors of the un-rotated keys of a layer, and keys made of them (ShadowKV, arXiv 2410.21465, section 4.1).
-
 AT_ONCE = 1 << 16
 """Numbers of A that a CPU gathers and multiplies at once."""
 
 
 def gram_matrix(keys: Tensor) -> Tensor:
-    """K^T K in fp32 of a piece of keys [s, w]; the sum over pieces is that of the whole."""
+    """Return K^T K in fp32 of a part of the keys [s, w]; sums over parts give that of all keys."""
     keys = keys.float()
     return keys.T @ keys
 
 
 def right_factor(gram: Tensor, rank: int) -> Tensor:
-    """B [r, w] in fp32, orthonormal rows, the most important first."""
+    """Return B [r, w] in fp32, with orthonormal rows, the most important first (ShadowKV, section 4.1)."""
     return eigenvectors(gram)[:, gram.shape[0] - rank :].T.flip(0)
 
 
 def rebuild_keys(a: Tensor, b: Tensor, heads: Tensor, chunks: Tensor) -> Tensor:
-    """Un-rotated keys of `chunks` [m] of `heads` [m] from a [n, c, r] and b [Hk, r, d] -> [m, c, d] in fp32.
+    """Return un-rotated keys of `chunks` [m] of `heads` [m] from a [n, c, r] and b [Hk, r, d]: [m, c, d] in fp32.
 
-    `heads` ascend: there is one product a head, which reads its factor once for all its chunks.
+    `heads` ascend: there is one product per head, which reads its factor once for all its chunks.
     """
     size, rank = a.shape[1:]
     at_once = max(1, AT_ONCE // (size * rank)) if a.device.type == "cpu" else max(1, len(chunks))

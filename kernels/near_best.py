@@ -1,6 +1,6 @@
-"""How many tokens score within a distance of the best, on average over the KV heads of a sequence (InfiniGen, 4.3).
+"""Near-best counts: how many tokens score close to the best, averaged over a sequence's KV heads (InfiniGen, 4.3).
 
-    wanted = floor(sum_h |{t : s_ht >= max_u s_hu - alpha}| / Hk), one at least and `most` at most
+    wanted = floor(sum_h |{t : s_ht >= max_u s_hu - alpha}| / Hk), at least one and at most `most`
 
 Shapes: scores [b, Hk, n] fp32 with -inf where nothing can be chosen -> wanted [b] int32.
 """
@@ -16,8 +16,6 @@ from torch import Tensor
 from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 
-# How many scores of a head are within a distance of its best one, on a CPU: torch looks at all of them four times.
-
 
 @compiled
 def _count(scores: Any, alpha: Any, counts: Any) -> None:
@@ -31,22 +29,22 @@ def _count(scores: Any, alpha: Any, counts: Any) -> None:
 
 
 def suits(scores: Tensor) -> bool:
-    """Tell whether this can count these."""
+    """Return whether `count` serves for these scores."""
     return serves(scores)
 
 
 def count(scores: Tensor, alpha: float) -> Tensor:
-    """Count those that are at most `alpha` below the best of their head."""
+    """Count the scores at most `alpha` below the best of their head, on a CPU; torch would read them four times."""
     counts = torch.empty(len(scores), dtype=torch.int64)
     run(_count, 2 * scores.numel(), scores.contiguous(), np.float32(alpha), counts)
     return counts
 
 
-BLOCK = 4096  # scores that a program looks at together
+BLOCK = 4096  # scores per program at once
 
 
 class NearTally(NamedTuple):
-    """Of every sequence [b] int64, over all steps: tokens chosen, the heads that chose them, steps in which any did."""
+    """Sums over all steps, per sequence [b] int64: tokens chosen, heads that chose, steps in which any did."""
 
     chosen: Tensor
     choices: Tensor
@@ -63,8 +61,8 @@ def near_best(scores: Tensor, alpha: float) -> Tensor:
 def count_near_best_ref(
     scores: Tensor, heads: Tensor, alpha: float, most: int, wanted: Tensor, tally: NearTally, arrived: Tensor
 ) -> None:
-    """All heads at once."""
-    del arrived  # of the kernel
+    """Reference of `count_near_best`: all heads at once."""
+    del arrived  # used by the kernel only
     near = (scores >= scores.amax(2, keepdim=True) - alpha).sum(2)  # [b, Hk]
     chose = heads.sum(1)
     found = (near.where(heads, 0).sum(1) // heads.shape[1]).clamp(1, most)
@@ -91,7 +89,7 @@ def _near_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Count for one KV head; the last program of a sequence puts the counts together."""
+    """Count for one KV head; the last program of a sequence sums the counts."""
     pair = tl.program_id(0)
     b = pair // HK
     asked = tl.load(heads + pair)
@@ -115,7 +113,7 @@ def _near_kernel(
         total = tl.sum(tl.load(near + b * HK + h, mask=h < HK, other=0), axis=0)
         chose = tl.sum((tl.load(heads + b * HK + h, mask=h < HK, other=0) != 0).to(tl.int32), axis=0)
         found = tl.minimum(tl.maximum(total // HK, 1), most)
-        # Read before anything is written: other warps read the same numbers.
+        # Read before writing: other warps read the same numbers.
         sums = tl.load(chosen + b), tl.load(choices + b), tl.load(layer_steps + b)
         tl.debug_barrier()
         tl.store(wanted + b, found)
@@ -127,10 +125,10 @@ def _near_kernel(
 def count_near_best(
     scores: Tensor, heads: Tensor, alpha: float, most: int, wanted: Tensor, tally: NearTally, arrived: Tensor
 ) -> None:
-    """Write to `wanted` how many tokens every KV head of a sequence is to choose, and add to `tally` what that makes.
+    """Write to `wanted` how many tokens every KV head of a sequence is to choose, and update `tally`.
 
-    heads [b, Hk] bool: the others neither count nor choose, and their scores are not looked at. `arrived` [b] int32 are
-    zeros, as `PagedKV.arrived` are for the heads. May be captured in a CUDA graph.
+    heads [b, Hk] bool: other heads neither count nor choose, and their scores are not read. `arrived` [b] int32 are
+    zeros, as `PagedKV.arrived` for the heads. Can be captured in a CUDA graph.
 
     Raises ValueError for shapes or dtypes that the kernel cannot read.
     """

@@ -1,8 +1,8 @@
-"""Root-mean-square normalisation of rows, in one kernel where a model launches six.
+"""RMS norm, SwiGLU gate and rotary embedding: what stands between the linear layers, one kernel each.
 
     y_c = x_c / sqrt(mean_c x_c^2 + eps) * w_c      w_c is the weight, or 1 + the weight
 
-Shapes: x [..., n], any strides but the last dimension's, weight [n] -> [..., n] in the dtype of x, contiguous.
+Shapes of norms: x [..., n], any strides but the last dimension's, weight [n] -> [..., n] in the dtype of x, contiguous.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcli.kernels._triton import jit, launch, power_of_two, require, require_wh
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """Plain torch, in at least fp32; `shift` is added to the weight."""
+    """Reference of `rms_norm` in plain torch, in at least fp32; `shift` is added to the weight."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (weight.to(wide.dtype) + shift)).to(x.dtype)
@@ -46,7 +46,7 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """Normalise every row; may be captured in a CUDA graph. Raises ValueError for shapes the kernel cannot read."""
+    """Normalise every row; can be captured in a CUDA graph. Raises ValueError for shapes the kernel cannot read."""
     if not takes(x):
         return rms_norm_ref(x, weight, eps, shift)
     n = x.shape[-1]
@@ -60,11 +60,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
     return out
 
 
-# A sum of rows and its root-mean-square normalisation, in one kernel: the end of attention and the MLP's beginning.
-
-
 def add_rms_norm_ref(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Plain torch, the norm in at least fp32; `shift` is added to the weight."""
+    """Reference of `add_rms_norm` in plain torch, the norm in at least fp32; `shift` is added to the weight."""
     total = x + y
     return total, rms_norm_ref(total, weight, eps, shift)
 
@@ -96,7 +93,7 @@ def _add_norm_kernel(
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Add and normalise every row; may be captured in a CUDA graph.
+    """Return x + y and its RMS norm, in one kernel; can be captured in a CUDA graph.
 
     Raises ValueError for shapes or dtypes that the kernel cannot read.
     """
@@ -120,13 +117,11 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float 
     return total, out
 
 
-# The gate of an MLP: y_c = silu(x_c) * x_{n + c}, of both halves of one product of gate and up.
-
 BLOCK = 1024
 
 
 def silu_mul_ref(x: Tensor) -> Tensor:
-    """Plain torch, in at least fp32."""
+    """Reference of `silu_mul` in plain torch, in at least fp32."""
     gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
     return (functional.silu(gate) * up).to(x.dtype)
 
@@ -141,7 +136,10 @@ def _silu_kernel(x: tl.tensor, out: tl.tensor, n: tl.tensor, BLOCK_N: tl.constex
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Gate every row; may be captured in a CUDA graph. Raises ValueError where x has gaps."""
+    """Return the gate of an MLP, y_c = silu(x_c) * x_{n + c}, for rows that hold gate and up: [.., 2n] -> [.., n].
+
+    Can be captured in a CUDA graph. Raises ValueError where x has gaps.
+    """
     if not takes(x):
         return silu_mul_ref(x)
     require_whole("x", x, x.shape)
@@ -151,11 +149,8 @@ def silu_mul(x: Tensor) -> Tensor:
     return out
 
 
-# Queries and keys turned to their positions in place, both in one kernel.
-
-
 def rotate_ref(q: Tensor, k: Tensor, rotation: Rotation) -> None:
-    """Plain torch, in at least fp32; `rotation` has the cosines and sines of these positions."""
+    """Reference of `rotate` in plain torch, in at least fp32."""
     still, column = rotation.column < 0, rotation.column.clamp_min(0)
     cos, sin = (table[:, None, :, column] for table in rotation[:2])  # [b, 1, n, d]
     for x in (q, k):
@@ -204,9 +199,10 @@ def _rotate_kernel(
 
 
 def rotate(q: Tensor, k: Tensor, rotation: Rotation) -> None:
-    """Turn q and k; may be captured in a CUDA graph.
+    """Rotate q [b, H, n, d] and k [b, Hk, n, d] in place, in one kernel; can be captured in a CUDA graph.
 
-    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    `rotation` has the cosines and sines of these positions, [b, n, w]. Raises ValueError for shapes, dtypes or strides
+    that the kernel cannot read.
     """
     if not takes(q):
         return rotate_ref(q, k, rotation)
@@ -228,10 +224,8 @@ def rotate(q: Tensor, k: Tensor, rotation: Rotation) -> None:
     return None
 
 
-# What stands between the linear layers of a model, for a few rows on a CPU: norms and rotations, a loop each.
-
 Arrays = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Cosines and sines [positions, w]; partner, column and sign [d], as in `kvcli.methods.shadowkv.kernels`."""
+"""Cosines and sines [positions, w]; partner, column and sign [d], as in `Rotation`."""
 
 
 @serial
@@ -278,7 +272,7 @@ def _turns(x: Any, positions: Any, angles: Any, channels: Any, forth: Any, scale
 
 
 def norm_cpu(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """Normalise every row of x [.., n] -> [.., n] without gaps."""
+    """Normalise every row of x [.., n] on a CPU; return [.., n] without gaps."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty(x.shape)
     run_alone(_norms, rows, weight, np.float32(eps), np.float32(shift), out.view(rows.shape))
@@ -286,7 +280,7 @@ def norm_cpu(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
 
 
 def rotate_cpu(q: Tensor, k: Tensor, rotation: Rotation) -> None:
-    """Turn q [b, H, n, d] and k [b, Hk, n, d] in place, by the cosines and sines [b, n, w] of their positions."""
+    """Rotate q [b, H, n, d] and k [b, Hk, n, d] in place on a CPU, by their cosines and sines [b, n, w]."""
     (b, heads, n, d), kv_heads = q.shape, k.shape[1]
     steps = b, heads, kv_heads, n, q.stride()[:3], k.stride()[:3]
     cos, sin = (angle.reshape(b * n, -1) for angle in (rotation.cos, rotation.sin))
@@ -295,13 +289,13 @@ def rotate_cpu(q: Tensor, k: Tensor, rotation: Rotation) -> None:
 
 
 def arrays_of(rotation: Rotation) -> Arrays:
-    """Give the tables of a rotation as loops take them."""
+    """Return the tables of a rotation as loops take them."""
     cos, sin, *channels = (table.numpy() for table in rotation)
     return (cos, sin), tuple(channels)
 
 
 def rotate_at_cpu(x: Tensor, positions: Tensor, tables: Arrays, back: bool = False, scale: float = 1.0) -> Tensor:
-    """Turn x [.., n, d] to positions [n], or [.., n], or `back` from them, the turned channels times a scale.
+    """Rotate x [.., n, d] to positions [n] or [.., n], or `back` from them, with rotated channels times `scale`.
 
     The tables have the cosines and sines of all positions.
     """
@@ -311,11 +305,8 @@ def rotate_at_cpu(x: Tensor, positions: Tensor, tables: Arrays, back: bool = Fal
     return out.view(x.shape)
 
 
-# Keys and queries turned to positions that only the device knows, by tables of all positions.
-
-
 def rotate_newest_ref(x: Tensor, lengths: Tensor, rotation: Rotation, out: Tensor) -> None:
-    """Sequence by sequence, in at least fp32."""
+    """Reference of `rotate_newest`: sequence by sequence, in at least fp32."""
     for b, length in enumerate(lengths.tolist()):
         if length:
             wide = x[b].to(torch.promote_types(x.dtype, torch.float32))
@@ -323,7 +314,7 @@ def rotate_newest_ref(x: Tensor, lengths: Tensor, rotation: Rotation, out: Tenso
 
 
 def move_sinks_ref(k: Tensor, unrotated: Tensor, lengths: Tensor, held: int, rotation: Rotation) -> None:
-    """Sequence by sequence, in at least fp32."""
+    """Reference of `move_sinks`: sequence by sequence, in at least fp32."""
     for b, length in enumerate(lengths.tolist()):
         dropped, sinks = max(length - held, 0), slice(min(length, unrotated.shape[2]))
         positions = torch.arange(sinks.stop, device=k.device) + dropped
@@ -350,7 +341,7 @@ def _turned(
     BLOCK_D: tl.constexpr,
     BACK: tl.constexpr,
 ) -> tl.tensor:
-    """Read a row and turn it to a position, or back from it."""
+    """Read a row and rotate it to a position, or back from it."""
     c = tl.arange(0, BLOCK_D)
     column = tl.load(columns + c, mask=c < D, other=-1)
     partner = tl.load(partners + c, mask=c < D, other=0)
@@ -430,10 +421,10 @@ def _move_kernel(
 
 
 def rotate_newest(x: Tensor, lengths: Tensor, rotation: Rotation, out: Tensor) -> None:
-    """Turn x [b, H, d] to the position of each sequence's newest token: `out` [b, H, d], which is not x.
+    """Rotate x [b, H, d] to the position of each sequence's newest token: `out` [b, H, d], which is not x.
 
-    lengths [b] int32; a sequence of length 0 is left out. May be captured in a CUDA graph. Raises ValueError for
-    shapes, dtypes or strides that the kernel cannot read.
+    lengths [b] int32; a sequence of length 0 is skipped. Can be captured in a CUDA graph. Raises ValueError for shapes,
+    dtypes or strides that the kernel cannot read.
     """
     b, num_heads, d = x.shape
     require("x", x, x.shape)
@@ -455,12 +446,12 @@ def rotate_newest(x: Tensor, lengths: Tensor, rotation: Rotation, out: Tensor) -
 
 
 def move_sinks(k: Tensor, unrotated: Tensor, lengths: Tensor, held: int, rotation: Rotation) -> None:
-    """Let the first keys of every sequence stand right before its window, where tokens between them were dropped.
+    """Rotate the first keys of every sequence to right before its window, once tokens between them were dropped.
 
-    k [b, Hk, rows, d] holds `held` tokens at most, the sinks in its first rows; lengths [b] int32 are the tokens seen,
-    and what is beyond `held` was dropped. unrotated [b, Hk, sinks, d] fp32 are the sinks without their rotation: taken
-    from k as long as nothing was dropped, and turned to their new positions from then on. The last of them has to be
-    there a step before the first one moves. May be captured in a CUDA graph.
+    k [b, Hk, rows, d] holds at most `held` tokens, the sinks in its first rows; lengths [b] int32 count the tokens
+    seen, and those beyond `held` were dropped. unrotated [b, Hk, sinks, d] fp32 are the sinks without their rotation:
+    taken from k as long as nothing was dropped, and rotated to their new positions from then on. The last sink must be
+    there a step before the first one moves. Can be captured in a CUDA graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
@@ -487,7 +478,7 @@ def move_sinks(k: Tensor, unrotated: Tensor, lengths: Tensor, held: int, rotatio
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines [positions, w], and for every channel [d]: its partner, its column of w, and its sine's sign.
+    """Cosines and sines [positions, w]; and for every channel [d]: its partner, its column of w, and its sine's sign.
 
     Channels that are not rotated have column -1. partner and column are int32, all else fp32.
     """
@@ -504,7 +495,7 @@ class Rotation(NamedTuple):
     ) -> Rotation:
         """Find out how `turn(x [1, 1, n, rotated], cos [1, n, w], sin [1, n, w])` pairs the first channels of d."""
         width, device = cos.shape[-1], cos.device
-        # Each column by its number, from 2 on: what `turn` itself leaves as it is comes back as 1.
+        # Columns are named by numbers from 2 on: channels that `turn` leaves unchanged come back as 1.
         names = torch.arange(2.0, width + 2, device=device).expand(1, rotated, width)
         units = torch.eye(rotated, device=device)[None, None]
         straight = turn(units, names, torch.zeros_like(names))[0, 0].diagonal()
@@ -520,7 +511,7 @@ class Rotation(NamedTuple):
         return cls(cos, sin, partner, column, sign)
 
     def check(self, d: int) -> None:
-        """Raise ValueError where these are not tables for d channels that kernels can read."""
+        """Raise ValueError if these are not tables for d channels that kernels can read."""
         for name, x, dtype in zip(self._fields[2:], self[2:], (torch.int32, torch.int32, None), strict=True):
             require_whole(name, x, (d,), dtype)
         for name, x in zip(self._fields[:2], self[:2], strict=True):
@@ -528,12 +519,12 @@ class Rotation(NamedTuple):
 
 
 def rotated(keys: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-    """Turn keys [.., n, d] to positions [n] in plain torch; in the precision of both."""
+    """Rotate keys [.., n, d] to positions [n] in plain torch, in the precision of both."""
     cos, sin = at_positions(positions, rotation)
     return keys * cos + keys[..., rotation.partner] * sin
 
 
 def at_positions(positions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Cosines of all channels at positions [..] and sines with their signs, [.., d]; 1 and 0 where nothing turns."""
+    """Return cosines of all channels at positions [..], and sines with their signs, [.., d]; 1 and 0 if not rotated."""
     cos, sin = (table[positions][..., rotation.column.clamp_min(0)] for table in rotation[:2])
     return cos.masked_fill(rotation.column < 0, 1), sin * rotation.sign

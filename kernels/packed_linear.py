@@ -1,11 +1,10 @@
-"""Products with weights that stay packed as GGUF files hold them: y_mi = sum_c x_mc W_ic, W unpacked on the way.
+"""Linear layers with weights packed as in GGUF files: y_mi = sum_c x_mc W_ic, with W unpacked on the way.
 
-A row of a weight is a sequence of blocks, each of some numbers in a few bits and what scales them. A step reads every
-weight once and is bound by memory, so a packed weight takes as much less time as it has fewer bytes: the loops and
-kernels here never write a number out. Many rows (a prompt) are multiplied by tiles of some rows of W, unpacked.
+A row of a weight is a sequence of blocks, each with some numbers in a few bits and their scales. A step reads every
+weight once and is bound by memory, so time shrinks with the bytes: the loops and kernels here never write unpacked
+numbers to memory. Many rows (a prompt) are multiplied by tiles of some rows of W, unpacked.
 
-Shapes: x [.., in], W [out, in] as bytes [out, nbytes of a row]. Sums are made in fp32, of the very numbers of the
-reference.
+Shapes: x [.., in], W [out, in] as bytes [out, nbytes of a row]. Sums are in fp32, over exactly the reference's numbers.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from kvcli.kernels._triton import interpreted, jit, launch, power_of_two, takes,
 
 
 class Packing(NamedTuple):
-    """A format of blocks: its name in GGUF files, and the numbers and bytes of a block."""
+    """A block format: its name in GGUF files, and the numbers and bytes of a block."""
 
     name: str
     size: int
     nbytes: int
 
     def row_bytes(self, columns: int) -> int:
-        """Count the bytes of a row; raises ValueError where it is no whole number of blocks."""
+        """Return the bytes of a row; raise ValueError if it is not a whole number of blocks."""
         if columns % self.size:
             raise ValueError(f"a row of {columns} is no whole number of {self.name}'s blocks of {self.size}")
         return columns // self.size * self.nbytes
@@ -56,22 +55,22 @@ PACKINGS = {
         Packing("BF16", 1, 2),
     )
 }
-"""What there are products for; F16 and BF16 are numbers one by one."""
+"""The formats with products; F16 and BF16 have blocks of one number."""
 
 MOST_ROWS = 8
-"""Rows of x that are multiplied in one go; for more than twice as many unpacked tiles are faster."""
+"""Rows of x multiplied at once; for more than twice as many, unpacked tiles are faster."""
 
-TILE = 1 << 20  # numbers that are unpacked at once
-LANES = 16  # numbers of a register of AVX-512
-_LOT = 32  # numbers that loops take at once of formats without blocks
-_AHEAD = 4096  # bytes
-_ROWS = 32  # of a weight, that a thread takes at once
+TILE = 1 << 20  # numbers unpacked at once
+LANES = 16  # numbers per AVX-512 register
+_LOT = 32  # numbers that loops handle at once in formats without blocks
+_AHEAD = 4096  # bytes of prefetch distance
+_ROWS = 32  # rows of a weight per thread at once
 
 
 class PackedWeight(Tensor):
-    """A weight [out, in] that is `packed` [out, nbytes of a row]; to torch it is a tensor of a floating-point dtype.
+    """A weight [out, in] stored as `packed` bytes [out, nbytes of a row]; to torch, a floating-point tensor.
 
-    Linear layers and embeddings take it as it is. Any other function gets it unpacked.
+    Linear layers and embeddings use it packed. Any other function gets it unpacked.
     """
 
     packed: Tensor
@@ -79,7 +78,7 @@ class PackedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, packed: Tensor, packing: Packing, dtype: torch.dtype) -> PackedWeight:
-        """Wrap bytes; nothing is copied."""
+        """Wrap bytes without a copy."""
         rows, size = packed.shape
         shape = rows, size // packing.nbytes * packing.size
         made: Any = Tensor._make_wrapper_subclass
@@ -89,7 +88,7 @@ class PackedWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor, packing: Packing, dtype: torch.dtype) -> PackedWeight:
-        """Hold a weight as numbers of 16 bits, which it is rounded to; of a tensor of these nothing is copied."""
+        """Round a weight to 16-bit numbers and wrap it; a tensor of these is not copied."""
         half = torch.bfloat16 if packing.name == "BF16" else torch.float16
         return cls(weight.detach().to(half).contiguous().view(torch.uint8), packing, dtype)
 
@@ -98,21 +97,21 @@ class PackedWeight(Tensor):
         return f"PackedWeight({list(self.shape)}, {self.packing.name}, {self.dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Packing, torch.dtype]]:
-        """Say what it is made of, for what moves modules."""
+        """Return its parts, for code that moves modules."""
         return ["packed"], (self.packing, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], how: tuple[Packing, torch.dtype], *_: Any) -> PackedWeight:
-        """Make one of what it is made of."""
+        """Make a weight from its parts."""
         return PackedWeight(parts["packed"], *how)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that it takes."""
+        """Bytes of the packed weight."""
         return self.packed.nbytes
 
     def unpack(self) -> Tensor:
-        """Give the plain weight in its dtype."""
+        """Return the plain weight in its dtype."""
         return unpack_rows(self.packed, self.packing).to(self.dtype)
 
     @override
@@ -123,7 +122,7 @@ class PackedWeight(Tensor):
             return packed_linear(*args, **kwargs)
         if function is functional.embedding and isinstance(args[1], PackedWeight):
             return packed_embedding(args[0], args[1])
-        with torch._C.DisableTorchFunctionSubclass():  # else results would be made of this class
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise results would be of this class
             return function(*args, **kwargs)
 
     @override
@@ -142,15 +141,15 @@ class PackedWeight(Tensor):
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
-    """Unpack the rows of `ids` [..]: [.., in]."""
+    """Unpack the rows of `ids` [..]; return [.., in]."""
     rows = weight.packed.index_select(0, ids.reshape(-1))
     return unpack_rows(rows, weight.packing).to(weight.dtype).view(*ids.shape, -1)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Multiply x [.., in] by a packed weight [out, in]: [.., out], in the dtype of x."""
+    """Multiply x [.., in] by a packed weight [out, in]; return [.., out] in the dtype of x."""
     rows = x.reshape(-1, x.shape[-1])
-    if x.requires_grad and torch.is_grad_enabled():  # which nothing below passes on
+    if x.requires_grad and torch.is_grad_enabled():  # nothing below supports gradients
         out = rows @ weight.unpack().to(x.dtype).T
     elif len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
         out = _multiply_on_device(rows, weight)
@@ -164,14 +163,14 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 
 
 def packed_linear_ref(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Say in the plainest way what `packed_linear` is."""
+    """Reference of `packed_linear`: unpack, then multiply."""
     wide = torch.promote_types(x.dtype, torch.float32)
     out = x.to(wide) @ unpack_ref(weight.packed, weight.packing).to(wide).T
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def _by_tiles(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Multiply x [m, in] by tiles of the weight that are unpacked one after another: [m, out]."""
+    """Multiply x [m, in] by tiles of the weight that are unpacked one after another; return [m, out]."""
     columns = x.shape[1]
     step = max(_ROWS, TILE // columns)
     if len(weight) <= step:
@@ -185,11 +184,8 @@ def _by_tiles(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
-# Unpacking: sixteen lanes at once are the reference's numbers exactly.
-
-
 def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> Tensor:
-    """Unpack rows [n, nbytes of a row] to fp32 [n, in], into `out` where that is given."""
+    """Unpack rows [n, nbytes of a row] to fp32 [n, in], exactly the reference's numbers, into `out` if given."""
     rows, columns = len(packed), packed.shape[1] // packing.nbytes * packing.size
     if out is None:
         out = torch.empty(rows, columns, device=packed.device)
@@ -206,12 +202,12 @@ def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> 
 
 
 def _whole(packed: Tensor, columns: int) -> bool:
-    """Tell whether rows are what loops and kernels take: without gaps, and of whole lots."""
+    """Return whether loops and kernels can take these rows: contiguous, and whole lots."""
     return columns % _LOT == 0 and packed.is_contiguous()
 
 
 def unpack_ref(packed: Tensor, packing: Packing) -> Tensor:
-    """Unpack rows [.., nbytes] to fp32 [.., in] by functions of torch."""
+    """Reference of unpacking in torch: rows [.., nbytes] to fp32 [.., in]."""
     blocks = packed.reshape(-1, packing.nbytes)
     return _REFERENCES[packing.name](blocks).reshape(*packed.shape[:-1], -1)
 
@@ -221,7 +217,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Give the lower halves of bytes [.., n] before the upper ones: [.., 2 n]."""
+    """Return the lower halves of bytes [.., n] before the upper ones: [.., 2 n]."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
@@ -231,7 +227,7 @@ def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
 
 
 def _scales_and_least(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the scales and least values of the eight parts of a block of Q4_K or Q5_K: [n, 8, 1] each."""
+    """Return the scales and least values of the eight parts of a block of Q4_K or Q5_K: [n, 8, 1] each."""
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((a & 63, (c & 15) | ((a >> 2) & 48)), -1)
     least = torch.cat((b & 63, (c >> 4) | ((b >> 2) & 48)), -1)
@@ -283,23 +279,23 @@ _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# The kernels for a GPU. Groups of numbers have a scale and what is added in common, which are loaded once for each.
+# GPU kernels. Groups of numbers share scale and offset, which are loaded once per group.
 
-_UNPACKED = (8, 256)  # rows and columns that a program unpacks
-_SKINNY = (16, 256)  # rows of a weight that a program multiplies, columns at a time
+_UNPACKED = (8, 256)  # rows and columns unpacked per program
+_SKINNY = (16, 256)  # rows of a weight per program, columns at a time
 _WIDE = (64, 64, 64)  # rows of x and of a weight, columns at a time
 
 
 def _blocks(packing: Packing, rows: int, columns: int) -> dict[str, Any]:
-    """Give what kernels know of a packing, and of how many rows and columns they unpack at once."""
-    in_group = 16 if packing.name == "Q6_K" else 32  # have a scale in common
+    """Return the compile-time constants of a packing, for rows and columns unpacked at once."""
+    in_group = 16 if packing.name == "Q6_K" else 32  # share a scale
     form = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes}
     return form | {"ROWS": rows, "LANES": in_group, "GROUPS": columns // in_group}
 
 
 @jit
 def _half_at(place: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load a number of half precision, which may lie at an odd place."""
+    """Load a half-precision number, possibly at an odd address."""
     low = tl.load(place, mask=mask, other=0).to(tl.uint16)
     high = tl.load(place + 1, mask=mask, other=0).to(tl.uint16)
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
@@ -327,7 +323,7 @@ def _unpacked(
     BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tl.tensor:
-    """Unpack groups of numbers, counted by `group` [1, g, 1], of rows that begin at `row` [n, 1, 1]: [n, g, lanes]."""
+    """Unpack groups of numbers, numbered by `group` [1, g, 1], of rows that start at `row` [n, 1, 1]: [n, g, lanes]."""
     lane = tl.arange(0, LANES)[None, None, :]
     if FORM == "F16":
         return _half_at(row + (group * LANES + lane) * 2, mask & (lane >= 0))
@@ -481,7 +477,7 @@ def _packed_gemm_kernel(
 
 
 def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Multiply x [m, in] by a packed weight: [m, out]."""
+    """Multiply x [m, in] by a packed weight; return [m, out]."""
     m, n, x = len(x), len(weight), x.contiguous()
     out, sizes = x.new_empty(m, n), (n, x.shape[1], weight.packed.shape[1])
     if m <= MOST_ROWS:
@@ -495,11 +491,11 @@ def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
-# The loops for a CPU. What a block holds is written of vectors of sixteen lanes, which stay in registers.
+# CPU loops. Blocks are unpacked into vectors of sixteen lanes, which stay in registers.
 
 
 class _Block:
-    """A block within a loop: whole numbers of 32 bits and floats, sixteen at once, from bytes at fixed places."""
+    """A block within a loop: loads bytes at fixed places as integers of 32 bits or floats, sixteen at once."""
 
     def __init__(self, builder: Any, held: FlatArrays):
         from llvmlite import ir
@@ -514,7 +510,7 @@ class _Block:
         return self.builder.zext(self.held.load(0, LANES, at), self.words)
 
     def ask_for(self, ahead: int, count: int) -> None:
-        """Have the bytes come that lie so far ahead; a processor alone foresees less than memory would give."""
+        """Prefetch bytes this far ahead; a processor's own prefetching does not reach memory speed."""
         from llvmlite import ir
         from numba.core import cgutils
 
@@ -527,11 +523,11 @@ class _Block:
             self.builder.call(function, [self.builder.bitcast(place, anything), word(0), word(3), word(1)])
 
     def signed(self, at: int) -> Any:
-        """Load sixteen bytes with signs."""
+        """Load sixteen signed bytes."""
         return self.builder.sext(self.held.load(0, LANES, at), self.words)
 
     def half(self, at: int) -> Any:
-        """Load one number of half precision."""
+        """Load one half-precision number."""
         from llvmlite import ir
 
         return self.builder.fpext(self.builder.bitcast(self.held.load(0, 2, at), ir.HalfType()), self.float)
@@ -541,38 +537,38 @@ class _Block:
         return self.each(self.builder.bitcast(self.held.load(0, 4, at), self.word))
 
     def each(self, number: Any) -> Any:
-        """Have one number in every lane."""
+        """Repeat one number in every lane."""
         return all_of(self.builder, number, LANES)
 
     def of(self, numbers: int | Iterable[int]) -> Any:
-        """Give whole numbers that are known."""
+        """Return constant integers."""
         return self.constant(self.words, [numbers] * LANES if isinstance(numbers, int) else list(numbers))
 
     def low(self, words: Any) -> Any:
-        """Take the lower half of bytes."""
+        """Return the lower halves of bytes."""
         return self.builder.and_(words, self.of(15))
 
     def high(self, words: Any) -> Any:
-        """Take the upper half of bytes."""
+        """Return the upper halves of bytes."""
         return self.builder.lshr(words, self.of(4))
 
     def with_fifth(self, words: Any, bits: Any, places: int | Iterable[int]) -> Any:
-        """Put a bit, at these places of `bits`, above four bits."""
+        """Add a fifth bit, at these places of `bits`, above four bits."""
         bit = self.builder.and_(self.builder.lshr(bits, self.of(places)), self.of(1))
         return self.builder.or_(words, self.builder.shl(bit, self.of(4)))
 
     def scaled(self, words: Any, scale: Any, beside: Any = None) -> Any:
-        """Give scale * words + beside, rounded once."""
+        """Return scale * words + beside, rounded once."""
         product = self.builder.fmul(self.builder.sitofp(words, self.floats), scale, flags=("contract",))
         return product if beside is None else self.builder.fadd(product, beside, flags=("contract",))
 
     def times(self, a: Any, number: float) -> Any:
-        """Give a product with a number that is known."""
+        """Return the product with a constant."""
         return self.builder.fmul(a, self.constant(a.type, number))
 
 
 def _parts_of_k(block: _Block) -> Iterator[tuple[Any, Any]]:
-    """Give the scale and what is added, in every lane, of the eight parts of a block of Q4_K or Q5_K."""
+    """Yield scale and offset, in every lane, of the eight parts of a block of Q4_K or Q5_K."""
     from llvmlite import ir
 
     builder, word = block.builder, block.word
@@ -716,14 +712,14 @@ _IN_LANES: dict[str, Callable[[_Block], Iterator[Any]]] = {
 
 
 def _lot(packing: int) -> tuple[int, int]:
-    """Numbers and bytes that a loop takes at once."""
+    """Return the numbers and bytes that a loop handles at once."""
     _, size, nbytes = list(PACKINGS.values())[packing]
     return (size, nbytes) if size > 1 else (_LOT, _LOT * nbytes)
 
 
 @intrinsic
 def _unpack_row(_: Any, packed: Any, place: Any, out: Any, at: Any, lots: Any, packing: Any) -> Any:
-    """Unpack a row of so many lots, which begins at `place`, to `out` from `at` on."""
+    """Unpack a row of `lots` lots, which starts at `place`, to `out` from `at` on."""
     from numba import types
     from numba.core import cgutils
 
@@ -749,9 +745,10 @@ def _unpack_row(_: Any, packed: Any, place: Any, out: Any, at: Any, lots: Any, p
 def _multiply_row(
     _: Any, packed: Any, place: Any, x: Any, own: Any, out: Any, at: Any, sizes: Any, packing: Any, rows: Any
 ) -> Any:
-    """Multiply a row of a weight, which begins at `place`, with so many rows of x, the first of which begins at `own`.
+    """Multiply a row of a weight, which starts at `place`, with `rows` rows of x, the first starting at `own`.
 
-    `sizes` are the lots of a row, the numbers of a row of x, and those of a row of `out`: the first product lies `at`.
+    `sizes` are the lots of a row, the numbers of a row of x, and those of a row of `out`. The first product goes to
+    `at`.
     """
     from llvmlite import ir
     from numba import types
@@ -804,7 +801,7 @@ def _multiply_row(
 
 @cache
 def _unpacking(packing: int) -> Any:
-    """Make the loop that unpacks rows of a packing, given by its place among `PACKINGS`."""
+    """Make the loop that unpacks rows of a packing, given by its index in `PACKINGS`."""
     size, nbytes = _lot(packing)
 
     @compiled
@@ -818,7 +815,7 @@ def _unpacking(packing: int) -> Any:
 
 @inlined
 def _place(counts: Any, block: int) -> tuple[int, int, int]:
-    """Tell the weight of a block, where it begins in the weight's rows, and how many rows the weights before have."""
+    """Return the weight of a block, its first row in the weight, and the number of rows of the weights before."""
     weight, at = 0, 0
     while block >= (counts[weight] + _ROWS - 1) // _ROWS:
         block -= (counts[weight] + _ROWS - 1) // _ROWS
@@ -829,12 +826,12 @@ def _place(counts: Any, block: int) -> tuple[int, int, int]:
 
 @cache
 def _loops(packing: int, rows: int) -> tuple[Any, Any]:
-    """Make the loops over weights of a packing, for so many rows of x: plain ones, and those of a gate."""
+    """Make the loops over weights of a packing, for `rows` rows of x: for products, and for a gate."""
     _, nbytes = _lot(packing)
 
     @compiled
     def products(x: Any, weights: Any, counts: Any, lots: int, out: Any, first: int) -> None:
-        blocks = 0  # of all weights, so that threads have the same to do
+        blocks = 0  # of all weights, to balance threads
         for i in range(len(counts)):
             blocks += (counts[i] + _ROWS - 1) // _ROWS
         width, stride = len(x) // rows, len(out) // rows
@@ -857,19 +854,19 @@ def _loops(packing: int, rows: int) -> tuple[Any, Any]:
             for m in range(rows):
                 for i in range(block * _ROWS, min(block * _ROWS + _ROWS, n)):
                     s = held[2 * n * m + i]
-                    less = -s if s > np.float32(-88) else np.float32(88)  # beyond, e^88 is as good as infinite
+                    less = -s if s > np.float32(-88) else np.float32(88)  # beyond that, e^88 is practically infinite
                     out[n * m + i] = s / (np.float32(1) + exp(less)) * held[2 * n * m + n + i]
 
     return products, gated
 
 
 def suits_loops(weight: PackedWeight) -> bool:
-    """Tell whether there is a loop for a weight."""
+    """Return whether there is a loop for a weight."""
     return _whole(weight.packed, weight.shape[1]) and serves(weight.packed, dtype=torch.uint8)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Add rows of zeros to x [m, in] until there are as many as a loop takes."""
+    """Pad x [m, in] with rows of zeros to the next power of two, for which there is a loop."""
     more = (1 << (len(x) - 1).bit_length()) - len(x)
     return functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
 
@@ -877,8 +874,8 @@ def _padded(x: Tensor) -> Tensor:
 def products_with(weights: Sequence[PackedWeight]) -> Callable[[Tensor], Tensor]:
     """Make the function that multiplies x [m, in], fp32 and up to `MOST_ROWS` rows, by weights that suit.
 
-    It gives [m, all their out], side by side. What does not depend on x is looked up once: a small product takes a few
-    microseconds, which functions of torch would double.
+    It returns the results concatenated, [m, all their out]. Whatever does not depend on x is computed once: a small
+    product takes a few microseconds, which torch functions would double.
     """
     runs, first = [], 0
     for name, alike in groupby(weights, lambda weight: weight.packing.name):
@@ -902,7 +899,7 @@ def products_with(weights: Sequence[PackedWeight]) -> Callable[[Tensor], Tensor]
 
 
 def gated_with(gate: PackedWeight, up: PackedWeight) -> Callable[[Tensor], Tensor]:
-    """Make the function silu(x . gate) * (x . up), for such rows and weights, of one packing: [m, out]."""
+    """Make the function silu(x . gate) * (x . up), for such x and weights, of one packing: [m, out]."""
     packing, n = list(PACKINGS).index(gate.packing.name), len(gate)
     both = gate.packed.reshape(-1).numpy(), up.packed.reshape(-1).numpy()
     lots, read = gate.shape[1] // _lot(packing)[0], 2 * gate.numel()

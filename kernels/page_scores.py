@@ -1,22 +1,21 @@
-"""Upper bound of q.k over a page, pooled over the query heads that share a KV head.
+"""Page scores: summaries of pages, an upper bound of q.k per page from them, and the choice of pages by it.
 
     P_hj = scale * sum_c max(q_hc * min_jc, q_hc * max_jc) = scale * (relu(q_h) . max_j - relu(-q_h) . min_j)
 
-On the device the pages are split over programs. As long as one program can look at all pages of a KV head, the last of
-them to finish pools what a softmax over the candidates comes before, chooses, and finds what is missing.
-
-Shapes: q [H, d], summary [Hk, n, 2, d] (see below) -> scores [Hk, n], larger is better; functions for the
-device have the batch in front, and lengths [b] that say which pages are candidates.
-
-Per-channel bounds of the keys of a page (Quest, section 3.2; FreeKV, section 3.2), or a cuboid about them (ArkVale).
+The bound is pooled over the query heads that share a KV head. A summary has per-channel bounds of the keys of a page
+(Quest, section 3.2; FreeKV, section 3.2), or a cuboid around them (ArkVale).
 
     bounds    max_t k_t and min_t k_t
     cuboid    c + r and c - r      c = (max + min) / 2      r = mean_t |c - k_t|
 
 The cuboid is narrower than the bounds: a single outlier moves its centre, but hardly its width.
 
-Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the upper bound, [:, :, 1] the lower.
-`kvcli.kernels.append` does it for the page that the newest token has filled.
+On the device the pages are split over programs. As long as one program can handle all pages of a KV head, the last
+program to finish normalises a softmax over the candidates, chooses, and finds what is missing.
+
+Shapes: keys [Hk, n, p, d] -> summary [Hk, n, 2, d]; [:, :, 0] is the upper bound, [:, :, 1] the lower. q [H, d],
+summary -> scores [Hk, n], larger is better; functions for the device have the batch in front, and lengths [b] that
+define the candidates. `kvcli.kernels.append` summarises the page that the newest token has filled.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from kvcli.kernels.topk import Selection, pick, topk_pages_device
 
 
 def page_summary_ref(keys: Tensor) -> Tensor:
-    """Plain torch."""
+    """Reference of `page_summary` in plain torch."""
     # Not torch.aminmax, which takes five times as long on a CPU.
     return torch.stack((keys.amax(2), keys.amin(2)), dim=2)
 
@@ -110,9 +109,9 @@ def _prompt_kernel(
 
 
 def page_summary(keys: Tensor) -> Tensor:
-    """Summarise full pages; a partly filled page has no summary. Any strides but the last dimension's.
+    """Summarise full pages, keys [Hk, n, p, d] with any strides but the last: [Hk, n, 2, d].
 
-    May be captured in a CUDA graph.
+    A partly filled page has no summary. Can be captured in a CUDA graph.
     """
     num_kv_heads, num_pages, size, d = keys.shape
     if not takes(keys) or keys.numel() == 0:
@@ -124,18 +123,18 @@ def page_summary(keys: Tensor) -> Tensor:
 
 
 def blocks(size: int, d: int) -> dict[str, int]:
-    """Choose the constants of a kernel that goes through a page, some tokens at a time."""
+    """Choose the compile-time constants of a kernel that iterates over the tokens of a page."""
     block_d = power_of_two(d)
     return {"SIZE": size, "D": d, "BLOCK_R": rows_at_once(size, block_d, BLOCK_ELEMENTS), "BLOCK_D": block_d}
 
 
-BLOCK_ELEMENTS = 4096  # of keys, or of their maxima and as many minima, that a program holds at once
-ALONE = 8192  # pages of a KV head that a program can look at in about the time of two launches
-PICK_PAGES = 1024  # of them together
+BLOCK_ELEMENTS = 4096  # of keys, or of their maxima and as many minima, held at once per program
+ALONE = 8192  # pages of a KV head that one program handles in about the time of two launches
+PICK_PAGES = 1024  # pages handled at once by it
 
 
 def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooling) -> Tensor:
-    """Plain torch, in at least fp32."""
+    """Reference of `page_scores` in plain torch, in at least fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = pool_queries(q.to(dtype).view(summary.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
     signed = scale * torch.cat((heads.clamp_min(0), heads.clamp_max(0)), -1)  # [Hk, G, 2d]
@@ -153,7 +152,7 @@ def page_scores_device_ref(
     out: Tensor,
     heads: Tensor | None = None,
 ) -> None:
-    """Score the candidates of one sequence after the other."""
+    """Reference of `page_scores_device`: sequence by sequence."""
     chosen = candidates(lengths, layout, summary.shape[2])
     for b, pages in enumerate(chosen):
         scores = torch.full_like(out[b], float("-inf"))
@@ -275,7 +274,7 @@ def _bound(query: tl.tensor, maxima: tl.tensor, minima: tl.tensor) -> tl.tensor:
 
 
 def page_scores(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooling) -> Tensor:
-    """Score every page of `summary` in fp32 for every KV head; with pooling none for every query head [H, n]."""
+    """Score every page of `summary` in fp32 for every KV head [Hk, n]; with pooling none by query head [H, n]."""
     if pooling == "none" or not takes(q):
         return page_scores_ref(q, summary, scale, pooling)
     out = torch.empty(1, *summary.shape[:2], dtype=torch.float32, device=q.device)
@@ -297,10 +296,9 @@ def page_scores_device(
 ) -> None:
     """Score the candidate pages, neither sink nor window, of a batch: `out` [b, Hk, n] fp32, -inf for other pages.
 
-    q [b, H, d], summary [b, Hk, n, 2, d], lengths [b] int32. heads [b, Hk] bool: the others' scores are left as they
-    are. `arrived` as in `PagedKV`. May be captured in a CUDA graph: shapes alone decide what is launched and allocated
-    (partial results, on the current stream). Raises ValueError for shapes, dtypes or strides that the kernel cannot
-    read.
+    q [b, H, d], summary [b, Hk, n, 2, d], lengths [b] int32. heads [b, Hk] bool: scores of other heads stay as they
+    are. `arrived` as in `PagedKV`. Can be captured in a CUDA graph: launches and allocations (partial results, on the
+    current stream) depend on shapes only. Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     require_whole("out", out, summary.shape[:3], out.dtype)
     if not takes(q):
@@ -320,7 +318,7 @@ def score_pages(
     arrived: Tensor | None,
     selection: Selection | None,
 ) -> None:
-    """Launch: the scores, and with `selection` and no more than `ALONE` pages, what is chosen by them."""
+    """Launch the scoring; with `selection` and at most `ALONE` pages, choose by the scores in the same kernel."""
     (b, num_heads, d), (_, num_kv_heads, num_pages, _, _) = q.shape, summary.shape
     require("q", q, (b, num_heads, d))
     require("summary", summary, (b, num_kv_heads, num_pages, 2, d))
@@ -365,9 +363,6 @@ def score_pages(
         left.pool(lengths, layout, heads)
 
 
-# Pages chosen by the bounds on their keys: scores, the best of them, and what the page table lacks of these.
-
-
 def choose_pages_ref(
     q: Tensor,
     summary: Tensor,
@@ -379,7 +374,7 @@ def choose_pages_ref(
     heads: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> None:
-    """Score, then choose."""
+    """Reference of `choose_pages`: score, then choose."""
     out = torch.empty(summary.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     page_scores_device_ref(q, summary, lengths, layout, scale, pooling, out, heads)
     topk_pages_device(out.float(), lengths, layout, selection, heads, arrived=arrived)
@@ -396,7 +391,7 @@ def choose_pages(
     heads: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> None:
-    """Choose pages by their scores: what `page_scores_device` and `topk_pages_device` do, if possible in one kernel."""
+    """Choose pages by their scores, like `page_scores_device` and `topk_pages_device`, if possible in one kernel."""
     selection.check(*summary.shape[:2])
     if not takes(q):
         return choose_pages_ref(q, summary, lengths, layout, scale, pooling, selection, heads)

@@ -1,24 +1,24 @@
-"""Which page of its sequence every slot of the device holds: a function of the length and of the selection alone.
+"""The page table: which page of its sequence every slot holds, as a function of the length and the selection alone.
 
     slots    0 .. sink   |   sink .. first   |   first .. first + window           first = sink + selected
     hold     that page   |   resident page   |   the newest page <= P that is a multiple of window from the slot's
 
 P = (length - 1) / p is the page of the newest token, p the tokens in a page. The last part is a ring, so that no page
 ever moves: a new page takes the slot of the one that leaves the window. Until a sequence outgrows its slots, slot s
-holds page s, in the ring too, whatever `resident` [b, Hk, selected] says. Row r of a slot is
-token page * p + r; there is no token in an empty slot (page -1), nor at or beyond the length.
+holds page s, also in the ring, whatever `resident` [b, Hk, selected] says. Row r of a slot is token page * p + r. There
+is no token in an empty slot (page -1), nor at or beyond the length.
 
-The one formula serves every kind of layer: pages under a budget; everything (`SlotLayout.everything`); a sliding
-window (pages of one token, no sinks, nothing selected); sinks and a window.
+The one formula serves every kind of layer: pages under a budget; everything (`SlotLayout.everything`); a sliding window
+(pages of one token, no sinks, nothing selected); sinks and a window.
 
 Where tokens are indexed a `group` at a time, those of the unfilled group cannot be selected: the ring has slots for
-them, they are attended to in any case, and so many less are selected. The ring then takes all tokens as they come, and
-the first of them go into slots of their own as well. Where the oldest page leaves `early`, P = length / p: as soon as
-the newest page is full its successor has a slot, an empty one, and what that held is attended to no more; attention
-knows such rings. Rows may also lie `in_place`: k and v hold every token at its position, and the slots only say which
-of them are attended to.
+them, they are always attended to, and fewer tokens are selected in exchange. The ring then takes all tokens as they
+come, and the first of them go into slots of their own as well. If the oldest page leaves `early`, P = length / p: as
+soon as the newest page is full, its successor has an empty slot, and the previous page of that slot is no longer
+attended to; attention knows such rings. Rows may also lie `in_place`: k and v hold every token at its position, and the
+slots only tell which tokens are attended to.
 
-Lengths [b] are int32 and count the newest token; a sequence of length 0 takes no part. Page numbers are int32.
+Lengths [b] are int32 and include the newest token; a sequence of length 0 takes no part. Page numbers are int32.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvcli.kernels._numba import compiled, prange, run, run_alone, serial, serve
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, same_strides, takes, tl
 
 EMPTY = -1
-"""The page of a slot that holds none."""
+"""The page of an empty slot."""
 
 
 class SlotLayout(NamedTuple):
-    """Slots of `size` tokens, a power of two: `sink` and `selected` ones and a ring of `window`, or of a `group`."""
+    """Slots of `size` tokens, a power of two: `sink` and `selected` slots, and a ring of `window`, or of a `group`."""
 
     size: int
     sink: int
@@ -49,7 +49,7 @@ class SlotLayout(NamedTuple):
 
     @classmethod
     def everything(cls, slots: int, size: int = 1) -> SlotLayout:
-        """Give every page its own slot."""
+        """Make a layout in which every page has its own slot."""
         return cls(size, slots, 0, 0)
 
     @property
@@ -59,7 +59,7 @@ class SlotLayout(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         return self.first + (self.window if self.group == 1 else self.ring)
 
     @property
@@ -69,21 +69,21 @@ class SlotLayout(NamedTuple):
 
     @property
     def ring(self) -> int:
-        """Period of the ring; one where there is none, since kernels divide by it."""
+        """Period of the ring; one without a ring, since kernels divide by it."""
         return max(self.window, self.group)
 
     @property
     def low(self) -> int:
-        """First page that goes into the ring, and its period counts from it."""
+        """First page that goes into the ring; the period counts from it."""
         return self.first if self.group == 1 else 0
 
 
 class PagedKV(NamedTuple):
-    """The slots of a layer and what they hold: k, v [b, Hk, layout.total * layout.size, d], any strides but the last.
+    """The slots of a layer and their contents: k, v [b, Hk, layout.total * layout.size, d], any strides but the last.
 
-    lengths [b] int32; resident [b, Hk, selected] int32, None where the layout selects nothing. `in_place`: k and v
-    [b, Hk, tokens, d] hold every token at its position instead. `arrived` [b, Hk] int32 are zeros with which kernels
-    count how many programs of a KV head have finished; each leaves zeros.
+    lengths [b] int32; resident [b, Hk, selected] int32, None where the layout selects nothing. With `in_place`, k and v
+    [b, Hk, tokens, d] hold every token at its position instead. `arrived` [b, Hk] int32 are counters of finished
+    programs per KV head; kernels find zeros and leave zeros.
     """
 
     k: Tensor
@@ -96,7 +96,7 @@ class PagedKV(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values, or only one of them where both are the same memory."""
+        """Keys and values, or only one tensor if both are the same memory."""
         return distinct(self.k, self.v)
 
     def check(self) -> None:
@@ -114,57 +114,57 @@ class PagedKV(NamedTuple):
             raise ValueError(f"a layout with {self.layout.selected} selected slots needs to know what is resident")
 
     def counts(self) -> Tensor:
-        """Give `arrived`, or zeros that serve once."""
+        """Return `arrived`, or new zeros."""
         if self.arrived is not None:
             return self.arrived
         return torch.zeros(self.k.shape[:2], dtype=torch.int32, device=self.k.device)
 
 
 def distinct(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values, or only one of them where both are the same memory."""
+    """Return keys and values, or only one tensor if both are the same memory."""
     return (k,) if k.data_ptr() == v.data_ptr() else (k, v)
 
 
 def page_count(lengths: Tensor, layout: SlotLayout) -> Tensor:
-    """Pages that each sequence occupies, the partly filled one included, or the empty one: lengths [b] -> [b]."""
+    """Return the pages that each sequence occupies, including the partly filled or empty one: lengths [b] -> [b]."""
     return lengths // layout.size + 1 if layout.early else -(-lengths // layout.size)
 
 
 def active(lengths: Tensor, layout: SlotLayout) -> Tensor:
-    """Tell which sequences have outgrown their slots, so that something is left out: [b] bool."""
+    """Return which sequences have outgrown their slots, so that something is left out: [b] bool."""
     return page_count(lengths, layout) > layout.budget
 
 
 def candidates_end(lengths: Tensor, layout: SlotLayout) -> Tensor:
-    """Give the page behind the last that can be selected: lengths [b] -> [b]."""
+    """Return the page after the last that can be selected: lengths [b] -> [b]."""
     count = page_count(lengths, layout)
     return torch.minimum(count - layout.window, count // layout.group * layout.group)
 
 
 def candidates(lengths: Tensor, layout: SlotLayout, pages: int) -> Tensor:
-    """Flag the pages that can be selected, neither sink nor window, of the first `pages`: [b, pages] bool."""
+    """Mark the pages that can be selected, neither sink nor window, of the first `pages`: [b, pages] bool."""
     page = torch.arange(pages, device=lengths.device)
     return (page >= layout.sink) & (page < candidates_end(lengths, layout)[:, None])
 
 
 def selected_count(lengths: Tensor, layout: SlotLayout) -> Tensor:
-    """Give how many pages a sequence that has outgrown its slots selects: lengths [b] -> [b]."""
+    """Return how many pages a sequence that has outgrown its slots selects: lengths [b] -> [b]."""
     return layout.budget - layout.sink - (page_count(lengths, layout) - candidates_end(lengths, layout))
 
 
 def slot_of_page(pages: Tensor, layout: SlotLayout) -> Tensor:
-    """Give the slot of pages that are in it as the newest tokens, not as selected ones: [b] -> [b]."""
+    """Return the slots of pages that are held as newest tokens, not as selected ones: [b] -> [b]."""
     return pages.where(pages < layout.low, layout.first + (pages - layout.low) % layout.ring)
 
 
 def slot_pages(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = None) -> Tensor:
-    """Tabulate the page in every slot, EMPTY or beyond the length where there is none: [b, Hk or 1, total]."""
+    """Return the page in every slot, EMPTY or beyond the length where there is none: [b, Hk or 1, total]."""
     slot = torch.arange(layout.total, device=lengths.device)
     newest = page_count(lengths, layout)[:, None] - 1
     lowest = slot - layout.first + layout.low
     ring = lowest + (newest - lowest).clamp_min(0) // layout.ring * layout.ring
     outgrown = active(lengths, layout)[:, None]
-    if layout.group > 1:  # what can be selected, or has a slot of its own, is not attended to as one of the newest
+    if layout.group > 1:  # pages that are selectable or have their own slot do not count as newest
         end = candidates_end(lengths, layout)[:, None].where(outgrown, layout.first)
         ring = ring.masked_fill(ring < end, EMPTY)
     pages = torch.where(slot < layout.first, slot, ring)[:, None]  # [b, 1, total]
@@ -177,7 +177,7 @@ def slot_pages(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = No
 
 
 def row_positions(lengths: Tensor, layout: SlotLayout, resident: Tensor | None = None) -> Tensor:
-    """Give the position of the token in every row of the slots, -1 where there is none: [b, Hk or 1, total * size]."""
+    """Return the position of the token in every row of the slots, -1 for none: [b, Hk or 1, total * size]."""
     pages = slot_pages(lengths, layout, resident)[..., None]
     positions = (pages * layout.size + torch.arange(layout.size, device=lengths.device)).flatten(2)
     return positions.masked_fill((positions < 0) | (positions >= lengths[:, None, None]), -1)
@@ -203,7 +203,7 @@ def page_in_slot(
     low: tl.tensor,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Look slots up as `slot_pages` does, inside a kernel; `resident` points to the row of one head, or is None."""
+    """Look slots up like `slot_pages`, inside a kernel; `resident` points to the row of one head, or is None."""
     lowest = slot - first + low
     page = tl.where(slot < first, slot, lowest + tl.maximum(newest_page - lowest, 0) // ring * ring)
     outgrown = newest_page >= first + window
@@ -218,7 +218,7 @@ def page_in_slot(
 
 @jit
 def slot_of(page: tl.tensor, first: tl.tensor, ring: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """Do what `slot_of_page` does, inside a kernel."""
+    """Compute `slot_of_page` inside a kernel."""
     return tl.where(page < low, page, first + (page - low) % ring)
 
 
@@ -232,8 +232,10 @@ def candidate_range(
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Give the first page that can be selected, the one behind the last, and how many are attended to in any case
-    beside sink and window; inside a kernel. Without lengths, all pages can.
+    """Return, inside a kernel, the first page that can be selected and the page after the last.
+
+    Also returns how many further pages are always attended to, besides sink and window. Without lengths, all pages can
+    be selected.
     """
     low, high, beside = 0, num_pages, 0
     if lengths is not None:
@@ -243,9 +245,7 @@ def candidate_range(
     return low, high, beside
 
 
-# Which selected tokens are missing, and which slots make room for them, in loops on a CPU: one look at each.
-
-ASKED, HERE = 1, 2  # what is known of a token
+ASKED, HERE = 1, 2  # states of a token
 
 
 @compiled
@@ -294,7 +294,7 @@ def _place(resident: Any, wanted: Any, n: int, empty: int, chosen: Any, missing:
     for slot in range(len(resident)):
         page = resident[slot]
         if page != empty:
-            i = place[page]  # of a page that is not wanted, any number
+            i = place[page]  # arbitrary for a page that is not wanted
             if 0 <= i < len(wanted) and wanted[i] == page:
                 chosen[i] = slot
                 taken[slot] = 1
@@ -311,12 +311,12 @@ def _place(resident: Any, wanted: Any, n: int, empty: int, chosen: Any, missing:
 
 
 def suits(resident: Tensor, selected: Tensor, length: int) -> bool:
-    """Tell whether loops serve for these, in a context of so many tokens."""
+    """Return whether the CPU loops serve, in a context of `length` tokens."""
     return serves(resident, selected, dtype=torch.int64, numbers=len(resident) * length)
 
 
 def resolve(resident: Tensor, selected: Tensor, length: int) -> Misses:
-    """Pair missing tokens with slots that are free, the first ones first, and put them into `resident`."""
+    """Assign missing tokens to free slots, both in order, and put them into `resident`."""
     counts = torch.empty(len(resident), dtype=torch.int64)
     tokens, slots = torch.empty(2, *selected.shape, dtype=torch.int64)
     run(_resolve, 8 * resident.numel(), resident, selected, length, EMPTY, tokens, slots, counts)
@@ -324,38 +324,36 @@ def resolve(resident: Tensor, selected: Tensor, length: int) -> Misses:
 
 
 def listed(counts: Tensor, slots: Tensor, pages: Tensor) -> Misses:
-    """List the first `counts` [Hk] of slots and pages [Hk, k] of each head."""
+    """List the first `counts` [Hk] slots and pages [Hk, k] of each head."""
     out = torch.empty(3, slots.numel(), dtype=torch.int64)
     found = out[:, : run_alone(_list, counts, slots, pages, out)]
     return Misses(found[0], found[1], found[2])
 
 
 def place(resident: Tensor, wanted: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Do as `kvcli.kernels.page_table.place_pages`, with pages below n."""
+    """Compute `place_pages` on a CPU, for pages below n."""
     chosen, missing = torch.empty(2, wanted.shape[0], dtype=torch.int64)
     count = run_alone(_place, resident, wanted, n, EMPTY, chosen, missing)
     return chosen, missing[:count]
 
 
-# Which selected pages are missing, and which resident ones make room for them.
-
-NO_PAGE = -2  # neither a page's number nor that of an empty slot
+NO_PAGE = -2  # neither a page nor EMPTY
 
 
 class Misses(NamedTuple):
-    """Page `pages[i]` of head `heads[i]` belongs into slot `slots[i]`; all three are [m] int64."""
+    """Missing pages: page `pages[i]` of head `heads[i]` belongs into slot `slots[i]`; all three are [m] int64."""
 
     heads: Tensor
     slots: Tensor
     pages: Tensor
 
     def by_head(self, num_kv_heads: int) -> list[int]:
-        """How many there are of each KV head: [Hk]."""
+        """Count the misses of each KV head: [Hk]."""
         return self.heads.bincount(minlength=num_kv_heads).tolist()
 
 
 class MissList(NamedTuple):
-    """The first `counts` [b, Hk] entries of `pages` and `slots` [b, Hk, k] of every head; -1 behind them. int32."""
+    """Missing pages of a batch: the first `counts` [b, Hk] of `pages` and `slots` [b, Hk, k], padded with -1; int32."""
 
     pages: Tensor
     slots: Tensor
@@ -363,29 +361,29 @@ class MissList(NamedTuple):
 
     @classmethod
     def empty(cls, b: int, num_kv_heads: int, k: int, device: torch.device) -> MissList:
-        """Allocate one for b sequences, uninitialised."""
+        """Allocate an uninitialised list for b sequences."""
         pages, slots = torch.empty(2, b, num_kv_heads, k, dtype=torch.int32, device=device)
         return cls(pages, slots, torch.empty(b, num_kv_heads, dtype=torch.int32, device=device))
 
     def check(self, b: int, num_kv_heads: int, k: int) -> None:
-        """Raise ValueError where this is not such a list."""
+        """Raise ValueError where shapes or dtypes are wrong."""
         require_whole("pages of misses", self.pages, (b, num_kv_heads, k), torch.int32)
         require_whole("slots of misses", self.slots, (b, num_kv_heads, k), torch.int32)
         require_whole("counts of misses", self.counts, (b, num_kv_heads), torch.int32)
 
 
 def resolve_pages(resident: Tensor, selected: Tensor) -> Misses:
-    """Pair the j-th missing page of a head with its j-th slot whose page left the selection."""
+    """Assign the j-th missing page of a head to its j-th slot whose page left the selection."""
     heads, slots = (~_among(resident, selected)).nonzero(as_tuple=True)
     return Misses(heads, slots, selected[~_among(selected, resident)])
 
 
 def place_pages(resident: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every wanted page [k] a slot of resident [S]: its own, or the first that holds none of them -> slots [k].
+    """Assign every wanted page [k] a slot of resident [S]: its own, or the first without a wanted page; return [k].
 
-    Returns also which of the wanted pages have come newly: [m]. `resident` stays as it is.
+    Also returns the indices of the missing pages: [m]. `resident` stays as it is.
     """
-    if not len(wanted):  # where there are no slots, there is no first one to look for
+    if not len(wanted):  # argmax needs at least one slot
         return wanted, wanted
     same = wanted[:, None] == resident  # [k, S]
     chosen, absent = same.int().argmax(1), (~same.any(1)).nonzero()[:, 0]
@@ -394,14 +392,14 @@ def place_pages(resident: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _among(pages: Tensor, others: Tensor) -> Tensor:
-    """Tell which `pages` [Hk, n] are among the `others` [Hk, k] of their head: bool [Hk, n]."""
+    """Mark the `pages` [Hk, n] that are among the `others` [Hk, k] of their head: bool [Hk, n]."""
     ascending = others.sort(-1).values
     at = torch.searchsorted(ascending, pages.contiguous())  # k where all others are lower
     return pad(ascending, (0, 1), value=NO_PAGE).gather(1, at) == pages
 
 
 def resolve_pages_device_ref(resident: Tensor, selected: Tensor, misses: MissList, heads: Tensor | None = None) -> None:
-    """Resolve head by head."""
+    """Reference of `resolve_pages_device`: head by head."""
     for part in misses[:2]:
         part.fill_(-1)
     misses.counts.zero_()
@@ -420,7 +418,7 @@ def resolve_pages_device_ref(resident: Tensor, selected: Tensor, misses: MissLis
 def nothing_missing(
     pages: tl.tensor, slots: tl.tensor, count: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
 ) -> None:
-    """Make a head's list of misses empty."""
+    """Empty a head's list of misses."""
     slot = tl.arange(0, BLOCK_K)
     tl.store(pages + slot, -1, mask=slot < K)
     tl.store(slots + slot, -1, mask=slot < K)
@@ -437,12 +435,12 @@ def resolve_head(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Resolve one head; what the program itself has written to `selected` needs a barrier before."""
+    """Resolve one head; if the program itself has written `selected`, it needs a barrier before."""
     slot = tl.arange(0, BLOCK_K)
     held = tl.load(resident + slot, mask=slot < K, other=-1)
     wanted = tl.load(selected + slot, mask=slot < K, other=-1)
     entries = tl.sum((wanted >= 0).to(tl.int32), axis=0)
-    place = tl.zeros([BLOCK_K], tl.int32)  # how many of the selection come before the page that is held
+    place = tl.zeros([BLOCK_K], tl.int32)  # number of selected pages below the held one
     step = BLOCK_K
     while step > 0:
         probe = place + step
@@ -452,7 +450,7 @@ def resolve_head(
         step = step // 2
     same = tl.load(selected + place, mask=place < entries, other=-1)
     kept = (held >= 0) & (same == held)
-    tl.store(pages + slot, 0, mask=slot < K)  # for the moment, whether an entry of the selection is held
+    tl.store(pages + slot, 0, mask=slot < K)  # temporarily: whether a selected page is held
     tl.debug_barrier()
     tl.store(pages + place, tl.full([BLOCK_K], 1, tl.int32), mask=kept)
     tl.debug_barrier()
@@ -473,7 +471,7 @@ def resolve_head(
 
 @jit
 def misses_of_heads(count: tl.tensor, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr) -> tl.tensor:
-    """Count the misses of the KV heads of a batch: of each, up to each, both [BLOCK_P], and of all together."""
+    """Count the misses of the KV heads of a batch: of each, cumulated, both [BLOCK_P], and in total."""
     pairs = tl.arange(0, BLOCK_P)
     counts = tl.load(count + pairs, mask=pairs < PAIRS, other=0)
     return counts, tl.cumsum(counts, axis=0), tl.sum(counts, axis=0)
@@ -517,11 +515,11 @@ def _resolve_kernel(
 
 
 def resolve_pages_device(resident: Tensor, selected: Tensor, misses: MissList, heads: Tensor | None = None) -> None:
-    """List what is missing in `misses` and make `resident` say what the slots will hold: page tables of int32.
+    """List the missing pages in `misses`, and update the page tables `resident` (int32) to the selection.
 
-    heads [b, Hk] bool: the others miss nothing and keep what they have. An entry of -1 in `selected` is no page; the
-    slots that are left without one become empty. May be captured in a CUDA graph. From here to the end of the gather
-    that `misses` is for, the slots may not be read by this table.
+    heads [b, Hk] bool: other heads miss nothing and stay as they are. An entry of -1 in `selected` is no page; slots
+    left without a page become empty. Can be captured in a CUDA graph. The slots may not be read by this table from here
+    until the gather of `misses` has finished.
 
     Raises ValueError for shapes or dtypes that the kernel cannot read.
     """

@@ -1,4 +1,6 @@
-"""Attention over all keys from attention over parts of them, inside a kernel; the sinks join the norm.
+"""Paged decode attention: the newest token of every sequence is appended to the slots of a layer and attends to them.
+
+Attention over all keys is merged from attention over parts of them; the sinks join the norm.
 
     z_h = log(sum_s e^norm_hs + e^sink_h)      out_h = sum_s e^(norm_hs - z_h) part_hs
 
@@ -43,7 +45,7 @@ def merge_states(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Merge the parts of query head `head`, row `row` of the batch's, into `out`; without any keys it is 0."""
+    """Merge the parts of query head `head`, row `row` in the batch, into `out`; without any keys it is 0."""
     split = tl.arange(0, BLOCK_S)
     at = row.to(tl.int64) * SPLITS + split
     norm = tl.load(norms + at, mask=split < SPLITS, other=float("-inf"))
@@ -62,9 +64,6 @@ def merge_states(
         part = tl.load(parts + at[:, None] * D + c[None, :], mask=inside, other=0.0)
         merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
         tl.store(out + c, merged.to(out.dtype.element_ty), mask=c < D)
-
-
-# The kernel of `kvcli.kernels.paged_attention`: some query heads of a KV head attend to a part of its rows.
 
 
 @jit
@@ -122,13 +121,13 @@ def _attend_kernel(
     pair, split = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, a part of its rows
     some = 0
     if BLOCKS > 1:
-        some = tl.program_id(2)  # of its query heads
+        some = tl.program_id(2)  # a block of its query heads
     if heads is not None:
         if tl.load(heads + pair) == 0:
             return
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
     length = tl.load(lengths + b)
-    newest_page = (length if EARLY else length - 1) // SIZE  # or the one that the next token goes into
+    newest_page = (length if EARLY else length - 1) // SIZE  # if EARLY, the page of the next token
     if resident is not None:
         resident += pair.to(tl.int64) * (first - sink)
     used = tl.minimum(num_rows, (newest_page + 1) * SIZE)  # slots fill from the first on
@@ -151,7 +150,7 @@ def _attend_kernel(
         new_row = tl.where(length > 0, new_row, -1)
         token_k = tl.load(new_k + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
         token_v = tl.load(new_v + b * new_batch + h * new_head + c, mask=c < D, other=0.0)
-    if BLOCK_T:  # the last channels, where all of them are not the next power of two's
+    if BLOCK_T:  # channels beyond BLOCK_D, of wide heads that are not a power of two
         t = BLOCK_D + tl.arange(0, BLOCK_T)
         in_tail = (g < G)[:, None] & (t < D)[None, :]
         queries_tail = tl.load(queries_at + t[None, :], mask=in_tail, other=0.0).to(tl.float32)
@@ -235,11 +234,9 @@ def _attend_kernel(
             merge_states(parts, norms, sinks, pair * G + one, h * G + one, target, D, SPLITS, BLOCK_S, BLOCK_M)
 
 
-# Attention of the newest token of every sequence over the slots of a layer, and its appending to them, on the device.
-
-# Elements of the keys that a program holds at once, and its warps, by the bytes of an element: no registers are spilt.
+# Elements of keys held at once per program, and its warps, by the bytes of an element: no registers are spilt.
 BLOCKS = {2: (8192, 4), 4: (2048, 8)}
-WIDEST = 256  # channels; wider heads, latents, are shared by more query heads than a program has room for
+WIDEST = 256  # channels; wider heads (latents) are shared by more query heads than fit into one program
 
 
 def paged_decode_attention_ref(
@@ -252,7 +249,7 @@ def paged_decode_attention_ref(
     span: int | None = None,
     kept: Tensor | None = None,
 ) -> None:
-    """Plain torch in the precision of its input (at least fp32), sequence by sequence."""
+    """Reference of `paged_decode_attention`: sequence by sequence, in the precision of its input (at least fp32)."""
     num_kv_heads = rows.k.shape[1]
     heads = torch.ones(rows.k.shape[:2], dtype=torch.bool, device=q.device) if heads is None else heads
     if new is not None:
@@ -281,12 +278,12 @@ def paged_decode_attention(
     span: int | None = None,
     kept: Tensor | None = None,
 ) -> None:
-    """Append `new`, where it is given, to the rows and attend to them, the newest token included; writes `out`.
+    """Append `new`, if given, to the rows and attend to them, the newest token included; write `out`.
 
-    heads [b, Hk] bool: only these KV heads append and attend, the others' rows and outputs stay as they are, so that
-    heads which have to wait can attend in a call of their own. kept [b, Hk, slots * size] bool: other rows of the slots
-    are not attended to; the newest token's is among them. A sequence of length 0 gets zeros. May be captured in a
-    CUDA graph: shapes alone decide what is launched and allocated (partial results, on the current stream).
+    heads [b, Hk] bool: only these KV heads append and attend. Rows and outputs of other heads stay as they are, so that
+    heads that have to wait can attend in a separate call. kept [b, Hk, slots * size] bool: only these rows of the slots
+    are attended to; they include the newest token's. A sequence of length 0 gets zeros. Can be captured in a CUDA
+    graph: launches and allocations (partial results, on the current stream) depend on shapes only.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
@@ -298,7 +295,7 @@ def paged_decode_attention(
     groups, layout, block_d = num_heads // num_kv_heads, rows.layout, max(16, power_of_two(d))
     block_g, block_t = max(16, power_of_two(groups)), 0
     elements, warps = BLOCKS[q.element_size()]
-    if d > WIDEST:  # latents: 512 channels and 64 more, and so many query heads that they are several programs'
+    if d > WIDEST:  # latents: 512 + 64 channels, and query heads for several programs
         block_g, warps = 16, 8
         if block_d > d:
             block_d //= 2
@@ -306,7 +303,7 @@ def paged_decode_attention(
     blocks = -(-groups // block_g)
     block_n = max(16, min(64, elements // block_d))
     splits = _splits(q, b * num_kv_heads * blocks, -(-num_rows // block_n))
-    # What counts KV heads serves where each has one program a part.
+    # The counters of KV heads serve only if each has one program per part.
     arrived = rows.counts() if blocks == 1 else rows.lengths.new_zeros(b, num_kv_heads, blocks)
     parts = torch.empty(b, num_heads, splits, d, dtype=torch.float32, device=q.device)
     norms = torch.empty(b, num_heads, splits, dtype=torch.float32, device=q.device)
@@ -335,17 +332,17 @@ def paged_decode_attention(
         BLOCK_M=min(128, block_d),
         BLOCKS=blocks,
         warps=warps,
-        # Two tiles on their way at once; with a page table, whose entries are loads too, the compiler makes it one,
-        # and fp32 has no registers to spare.
+        # Two tiles in flight; with a page table, whose entries are loads as well, the compiler makes it one, and fp32
+        # has no registers to spare.
         stages=3 if rows.resident is None and q.element_size() == 2 and d <= WIDEST else 2,
     )
     return None
 
 
 def _splits(q: Tensor, pairs: int, blocks: int) -> int:
-    """Choose so many parts that every multiprocessor has two programs, where there are so many blocks of rows."""
+    """Choose the number of parts so that every multiprocessor has two programs, if there are enough blocks of rows."""
     splits = max(1, min(blocks, 64, 2 * multiprocessors(q) // pairs))
-    return 1 << (splits.bit_length() - 1)  # few values, for each is compiled anew
+    return 1 << (splits.bit_length() - 1)  # few values, because each is compiled anew
 
 
 def _check(

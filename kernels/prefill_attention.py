@@ -1,10 +1,10 @@
-"""Causal attention of the newest m tokens of a prompt over all n so far, without an m*n matrix.
+"""Prefill attention: the newest m tokens of a prompt attend causally to all n so far, without an m*n matrix.
 
-Shapes: q [H, m, d], k [Hk, n, d], v [Hk, n, d], m <= n -> out [H, m, d]. Query i stands at position n - m + i and sees
-keys 0 .. n - m + i, or the last `window` of them; where these are `chunked`, those of the query's own chunk, which
-begins at a multiple of `window`.
+Shapes: q [H, m, d], k [Hk, n, d], v [Hk, n, d], m <= n -> out [H, m, d]. Query i is at position n - m + i and sees keys
+0 .. n - m + i, or the last `window` of them; if `chunked`, those of the query's own chunk, which begins at a multiple
+of `window`.
 
-The keys before the chunk are seen by every query and need no mask; only the square on the diagonal is causal. The two
+All queries see the keys before the newest m, which need no mask; only the square on the diagonal is causal. The two
 parts are merged by their log-sum-exp.
 """
 
@@ -36,7 +36,7 @@ SLIDING_ROWS = 256
 def prefill_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None = None, chunked: bool = False
 ) -> Tensor:
-    """Plain torch with the whole m*n mask, in the precision of its input."""
+    """Reference of `prefill_attention` in plain torch with the whole m*n mask, in the precision of its input."""
     groups = q.shape[0] // k.shape[0]
     mask = _causal_mask(q.shape[1], k.shape[1], None if chunked else window, q.device)
     if chunked and window is not None:
@@ -83,7 +83,7 @@ def _diagonal(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor
     if fused is not None:
         out, lse = fused
         return _fold(out, k), lse.reshape(k.shape[0], -1)
-    # Each query head of a group for itself: other causal kernels want as many rows as keys.
+    # One query head of a group at a time: other causal kernels need as many rows as keys.
     heads = q.view(k.shape[0], -1, *q.shape[1:])  # [Hk, G, m, d]
     squares = [block_attention(heads[:, g], k, v, softmax, causal=True) for g in range(heads.shape[1])]
     out, lse = (torch.stack(parts, 1).flatten(1, 2) for parts in zip(*squares, strict=True))
@@ -112,13 +112,10 @@ def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
     return out
 
 
-# Causal attention to near tokens, and to far ones that stand elsewhere than positions tell (arXiv 2402.04617).
-
-
 class FarTokens(NamedTuple):
     """The far keys and values l, w [Hk, f, d], f >= 0, and the queries that see them, p [H, m, d].
 
-    For `one_query` they may be those in `rows` [1, f], of l and w [Hk, n, d].
+    For `one_query` they may be the `rows` [1, f] of l and w [Hk, n, d].
     """
 
     q: Tensor
@@ -128,16 +125,16 @@ class FarTokens(NamedTuple):
 
 
 def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attend causally with the newest m tokens to near keys, and to far keys that all of them see.
+    """Attend causally with the newest m tokens to near keys, and to far keys that all of them see (arXiv 2402.04617).
 
         s_ij = f(scale * q_i . k_j), near, j <= n - m + i      t_ij = f(scale * p_i . l_j), far
         z_i = log(sum_j e^s_ij + sum_j e^t_ij + e^sink)
         out_i = sum_j e^(s_ij - z_i) v_j + sum_j e^(t_ij - z_i) w_j
         mass_j = sum over all heads, and over i with n - m + i > j, of e^(s_ij - z_i)
 
-    f is the model's softcap. The far keys have a query of their own, p, for they may stand at another distance than
-    their position tells. `mass` is the attention that a near token got from those that came after it; only the near
-    weights are ever held as a matrix. q [H, m, d], k, v [Hk, n, d], m <= n -> out [H, m, d], mass [n] in at least fp32.
+    f is the model's softcap. The far keys have queries of their own, p, because their distance may differ from their
+    position. `mass` is the attention that a near token received from later tokens; only the near weights are ever held
+    as a matrix. q [H, m, d], k, v [Hk, n, d], m <= n -> out [H, m, d], mass [n] in at least fp32.
     """
     out, norm = windowed_attention(q, k, v, far, softmax)
     queries = _fold_far_near_attention(q, k)
@@ -147,12 +144,12 @@ def far_near_attention(q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax:
 
 
 def one_query_suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Tell whether `one_query` serves: on a CPU, a single query of each head."""
+    """Return whether `one_query` serves: on a CPU, a single query per head."""
     return q.shape[1] == 1 and gemv.suits(_fold_far_near_attention(q, k), k, v)
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, far: Sequence[FarTokens], softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Do as `far_near_attention` for m = 1, several sets of far keys, each where it lies: out [H, 1, d], mass [n]."""
+    """Compute `far_near_attention` for m = 1, with several sets of far keys in place: out [H, 1, d], mass [n]."""
     parts = [FarTokens(q, k, v), *far]
     sets = [TokenSet(_fold_far_near_attention(each.q, k), each.k, each.v, each.rows) for each in parts]
     attended = decode.attend(sets, softmax)
@@ -161,14 +158,14 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, far: Sequence[FarTokens], softmax
         sinks = softmax.sinks.view_as(norm)
         out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
     mass = decode.mass(attended, norm)
-    mass[-1] = 0  # its own
+    mass[-1] = 0  # the token's attention to itself does not count
     return out.view_as(q), mass
 
 
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, far: FarTokens, softmax: Softmax, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend so, to no more than the last `window` near keys up to a query's own -> out [H, m, d], z [Hk, G*m]."""
+    """Attend to far keys and at most the last `window` near keys of each query; return out [H, m, d], z [Hk, G*m]."""
     (m, n), groups = (q.shape[1], k.shape[1]), q.shape[0] // k.shape[0]
     mask = _band(m, n, q, window).repeat(groups, 1) if m > 1 else None
     near = slice(0 if window is None or m > 1 else max(0, n - window), n)
@@ -186,7 +183,7 @@ def windowed_attention(
 
 
 def _band(m: int, n: int, like: Tensor, window: int | None = None, above: int = 0) -> Tensor:
-    """Keys [m, n] at least `above` tokens before each query, and fewer than `window`."""
+    """Mark keys [m, n] at least `above` tokens before each query, and fewer than `window`."""
     band = torch.ones(m, n, dtype=torch.bool, device=like.device).tril(n - m - above)
     return band if window is None else band.triu(n - m - window + 1)
 
@@ -195,24 +192,22 @@ def _fold_far_near_attention(q: Tensor, k: Tensor) -> Tensor:
     return q.reshape(k.shape[0], -1, q.shape[-1])  # [H, m, d] -> [Hk, G*m, d]
 
 
-# Causal attention of the newest m tokens of a prompt over a part of all n so far: A-shape and vertical-slash.
-
 ROWS = 64
-"""Queries of a block; as many tell what a head looks at."""
+"""Queries per block; also the number of queries that patterns are estimated from."""
 
 ALWAYS = 30
-"""First columns and nearest diagonals that are always among those chosen, as in the reference code."""
+"""First columns and nearest diagonals that are always chosen, as in the reference code."""
 
 
 class Pattern(Protocol):
-    """Which keys a block of queries sees."""
+    """A sparse pattern: which keys a block of queries sees."""
 
     def seen(self, start: int, stop: int) -> Tensor:
-        """Tell which of the first `stop` keys queries at positions `start` to `stop` see: bool [H or 1, stop]."""
+        """Mark which of the first `stop` keys queries at positions `start` to `stop` see: bool [H or 1, stop]."""
 
 
 class AShape(NamedTuple):
-    """The first `sink` tokens and the newest `window` before each block."""
+    """A-shape: the first `sink` tokens and the newest `window` before each block."""
 
     sink: int
     window: int
@@ -225,13 +220,13 @@ class AShape(NamedTuple):
 
 
 class VerticalSlash(NamedTuple):
-    """Columns of each head, bool [H, n], and its diagonals, distances [H, c]."""
+    """Vertical-slash: columns of each head, bool [H, n], and its diagonals, distances [H, c]."""
 
     columns: Tensor
     diagonals: Tensor
 
     def seen(self, start: int, stop: int) -> Tensor:
-        """See `Pattern.seen`: a diagonal passes a block from the key of its first query to that of its last."""
+        """See `Pattern.seen`: a diagonal spans a block from the key of its first query to that of its last."""
         first, last = start - self.diagonals, stop - self.diagonals  # [H, c], of keys
         edges = torch.zeros(len(self.columns), stop + 1, dtype=torch.int32, device=self.columns.device)
         there = (last > 0).to(torch.int32)
@@ -240,7 +235,7 @@ class VerticalSlash(NamedTuple):
 
 
 def vertical_slash(q: Tensor, k: Tensor, softmax: Softmax, columns: int, diagonals: int) -> VerticalSlash:
-    """Choose columns and diagonals of each head, so many where there are as many keys, by the newest queries of q."""
+    """Choose columns and diagonals of each head, as many as given and available, by the newest queries of q."""
     n = k.shape[1]
     found = [_sums(weights) for weights in last_rows_by_kv_head(q[:, -ROWS:], k, softmax)]
     by_column, by_distance = (torch.cat(parts) for parts in zip(*found, strict=True))  # [H, n]
@@ -252,7 +247,7 @@ def vertical_slash(q: Tensor, k: Tensor, softmax: Softmax, columns: int, diagona
 
 
 def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of weights [G, r, n] of the newest r queries along columns and along diagonals: [G, n] each."""
+    """Sum weights [G, r, n] of the newest r queries along columns and along diagonals: [G, n] each."""
     groups, rows, n = weights.shape
     diagonals = weights.new_zeros(groups, n)
     for row in range(rows):
@@ -264,7 +259,7 @@ def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:
 def sparse_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, pattern: Pattern, rows: int = ROWS
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch with the whole m*n mask of every head, in at least fp32."""
+    """Reference of `sparse_attention` in plain torch with the whole m*n mask of every head, in at least fp32."""
     (num_heads, m, _), n = q.shape, k.shape[1]
     masks = []
     for start in range(n - m, n, rows):
@@ -279,7 +274,7 @@ def sparse_attention_ref(
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, pattern: Pattern, rows: int = ROWS
 ) -> tuple[Tensor, Tensor]:
-    """Attend block by block to the keys gathered for it; the model's sinks are left to the caller, who has the lse."""
+    """Attend block by block to the keys gathered for it, causally; return out and lse, without the model's sinks."""
     (num_heads, m, _), n = q.shape, k.shape[1]
     of_group = torch.arange(num_heads, device=q.device)[:, None] // (num_heads // len(k))
     parts = []
@@ -296,7 +291,7 @@ def sparse_attention(
 
 
 def _packed(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions that are True in seen [H, n], packed to the left, and which of them are there: [H, most] each."""
+    """Return positions that are True in seen [H, n], packed to the left, and which of them are valid: [H, most]."""
     counts = seen.sum(1)
     head, position = seen.nonzero(as_tuple=True)
     at = seen.new_zeros(len(seen), int(counts.max()), dtype=torch.long)
@@ -304,33 +299,31 @@ def _packed(seen: Tensor) -> tuple[Tensor, Tensor]:
     return at, torch.arange(at.shape[1], device=seen.device) < counts[:, None]
 
 
-# Attention weights of the last few queries over all keys, without an s*s matrix.
-
-# Keys handled together: bounds their copy in full precision.
+# Keys handled at once; bounds their copy in full precision.
 KEYS_AT_ONCE = 1 << 13
 
-# Weights held at once, which bounds the queries handled together: on a CPU what its caches hold (4 MiB in fp32), on a
-# GPU what keeps it busy (256 MiB).
+# Weights held at once, which bounds the queries handled together: on a CPU they fit into its caches (4 MiB in fp32), on
+# a GPU they keep it busy (256 MiB).
 WEIGHTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 LEAST_ROWS = 32
 
 
 def last_rows(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
-    """Weights of the newest queries, in one pass over the keys."""
+    """Return the weights [H, r, s] of the newest r queries, in one pass over the keys."""
     (num_heads, rows, _), length = q.shape, k.shape[1]
     heads = q.reshape(k.shape[0], -1, q.shape[-1])  # [Hk, G * r, d]
     parts = [attention_scores(heads, some, softmax) for some in torch.split(k, KEYS_AT_ONCE, 1)]
     scores = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(num_heads, rows, length)
     later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    scores[..., length - rows :].masked_fill_(later, float("-inf"))  # a query sees nothing that came after it
+    scores[..., length - rows :].masked_fill_(later, float("-inf"))  # causal
     weights = scores.softmax(-1)
-    if softmax.sinks is not None:  # of the norm, what is not the sink's
+    if softmax.sinks is not None:  # the part of the norm that is not the sink's
         weights *= torch.sigmoid(scores.logsumexp(-1) - softmax.sinks[:, None])[..., None]
     return weights
 
 
 def last_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[Tensor]:
-    """Give the weights of one KV head's query heads after the other, [G, r, s] each: all at once may be too many."""
+    """Iterate over the weights of each KV head's query heads, [G, r, s] each: all at once may be too many."""
     queries = q.unflatten(0, (k.shape[0], -1))  # type: ignore[no-untyped-call]  # [Hk, G, r, d]
     for head in range(k.shape[0]):
         sinks = None if softmax.sinks is None else softmax.sinks.view(k.shape[0], -1)[head]
@@ -338,9 +331,9 @@ def last_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[Ten
 
 
 def many_rows_by_kv_head(q: Tensor, k: Tensor, softmax: Softmax) -> Iterator[tuple[int, Tensor]]:
-    """Give the weights of any number n <= s of the newest queries, a bounded number of them at a time.
+    """Iterate over the weights of n <= s newest queries, a bounded number of queries at a time.
 
-    Each time a KV head and what some of the queries of its group give the keys up to the last of them, [G, r, m].
+    Yields a KV head and the weights [G, r, m] of some queries of its group for the keys up to the last of them.
     """
     (num_heads, n, _), (num_kv_heads, s, _) = q.shape, k.shape
     rows = max(LEAST_ROWS, WEIGHTS_AT_ONCE[q.device.type] // (num_heads // num_kv_heads * s))

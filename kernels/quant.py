@@ -1,12 +1,12 @@
-"""How large the channels of a head's keys are, where keys are rounded one by one.
+"""Quantisation of KV in host memory to 8 or 4 bits per number, with channel sizes for keys of single tokens.
 
-Some channels of keys are many times as large as others, in every token. Numbers that share a scale then have an error
-as large as the largest of them allows, and where that scale is a token's own, the small channels are lost. So keys are
-divided by the sizes of their channels first, which all tokens of a head share (as SmoothAttention does,
-QServe, arXiv 2405.04532, which puts them into the weights), and multiplied by them when they are read; or the query is.
+Some channels of keys are many times as large as others, in every token. Numbers that share a scale have an error
+proportional to the largest of them, so where each token has a scale of its own, small channels are lost. Therefore keys
+are first divided by the sizes of their channels, which all tokens of a head share (as SmoothAttention does, QServe,
+arXiv 2405.04532, which folds them into the weights), and multiplied by them when they are read; or the query is.
 
-RoPE turns channels c and c + d/2 into one another, slowly in some pairs, so that one that is small in the first tokens
-is large later: both have the size of the pair. Sizes are powers of two, and dividing by them rounds nothing.
+RoPE turns channels c and c + d/2 into each other, slowly in some pairs, so that one that is small in the first tokens
+is large later: both have the size of the pair. Sizes are powers of two, so that dividing by them is exact.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 
 TOKENS = 128
-"""First tokens whose keys say how large channels are."""
+"""First tokens on whose keys channel sizes are measured."""
 
 LEAST = 1 / 32
-"""No channel counts as smaller than this part of the head's mean: what is nearly nothing now may grow."""
+"""Lower bound of a channel's size, relative to the head's mean: a channel near zero now may grow."""
 
 
 def channel_sizes(k: Tensor) -> Tensor:
-    """Measure channels by the first tokens of keys k [Hk, n, d]: [Hk, d] fp32."""
+    """Measure channel sizes on the first tokens of keys k [Hk, n, d]: [Hk, d] fp32."""
     low_half, high_half = k[:, :TOKENS].float().chunk(2, -1)
     pairs = torch.hypot(low_half, high_half).mean(1)  # [Hk, d / 2]
     least = (LEAST * pairs.mean(-1, keepdim=True)).clamp(min=torch.finfo(torch.float16).tiny)
@@ -38,15 +38,13 @@ def channel_sizes(k: Tensor) -> Tensor:
     return torch.cat((sizes, sizes), -1)
 
 
-# Numbers of quantised blocks on a CPU: `kvcli.kernels.quant` read in one loop, each number written once.
-
-PIECE = 1 << 14  # numbers that a thread writes at once, about
-TOKENS_AT_ONCE = 64  # that a thread takes at once
-LINE = 64  # bytes that come from memory together
+PIECE = 1 << 14  # numbers written per thread at once, about
+TOKENS_AT_ONCE = 64  # tokens per thread at once
+LINE = 64  # bytes of a cache line
 
 
 class PartLayout(NamedTuple):
-    """Where a part of a block lies: its first byte of codes, its first fp16 of scales, and the size of its groups."""
+    """The layout of a part of a block: its first byte of codes, first fp16 of scales, and the size of its groups."""
 
     codes: int
     scales: int
@@ -54,13 +52,13 @@ class PartLayout(NamedTuple):
     channels: int
 
     def of_token(self, d: int, bits: int) -> tuple[int, int, int, int, int]:
-        """Say the same of a block of one token with rows of d numbers, and how many groups and bytes it has."""
+        """Return the layout in a block of one token with rows of d numbers, with its numbers of groups and bytes."""
         return self.codes, self.scales, self.channels, d // self.channels, d * bits // 8
 
 
 @inlined
 def _touch(blocks: Any, picked: Any) -> int:
-    """Have all lines of the blocks on their way from memory at once."""
+    """Request all cache lines of the blocks from memory at once."""
     total = 0
     for i in range(len(picked)):
         for c in range(0, blocks.shape[1], LINE):
@@ -70,8 +68,8 @@ def _touch(blocks: Any, picked: Any) -> int:
 
 @inlined
 def _store(numbers: Any, as_bits: Any, target: Any) -> None:
-    """Write numbers, also given `as_bits`, into fp32, or as bfloat16 into a target of 16 bits."""
-    if target.itemsize == 2:  # the upper half of the bits, to the nearest, of two the even one
+    """Write numbers, also given `as_bits`, as fp32, or as bfloat16 into a target of 16 bits."""
+    if target.itemsize == 2:  # the upper half of the bits, rounded to nearest even
         for c in range(len(target)):
             b = as_bits[c]
             b = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
@@ -85,17 +83,17 @@ def _store(numbers: Any, as_bits: Any, target: Any) -> None:
 def read_token(
     blocks: Any, halves: Any, row: int, floats: Any, part: Any, mask: Any, its: Any, out: Any, i: int
 ) -> None:
-    """Write the numbers of a part of a token into row i of `out`, through `its` [2, columns], scales and zeros.
+    """Write the numbers of a part of a token to row i of `out`; `its` [2, columns] is scratch for scales and zeros.
 
-    `part` is what `PartLayout.of_token` gives: with sizes that are known a processor takes sixteen numbers at a time.
+    `part` is the result of `PartLayout.of_token`: sizes known at compile time allow vectors of sixteen.
     """
     first, scales, channels, columns, width = part
     for column in range(columns):
         its[0, column] = floats[halves[row, scales + column]]
         its[1, column] = floats[halves[row, scales + columns + column]]
-    r, o = np.uint64(row), np.uint64(i)  # what is below 0 would count from the end, and asking costs a loop its pace
+    r, o = np.uint64(row), np.uint64(i)  # unsigned: checks for negative indices cost time
     for c in range(channels):
-        for column in range(columns):  # inside: alone it would be too short
+        for column in range(columns):  # the inner loop: as the outer one it would be too short
             begin = column * channels
             code = np.int32(blocks[r, np.uint64(first + begin % width + c)]) >> np.int32(4 * (begin // width))
             number = np.float32(code & np.int32(mask))
@@ -134,7 +132,7 @@ def _dequantise_rows(
                 zeros = scales + size // tokens * columns
                 for t in range(size):
                     codes = blocks[block, first + t * width :][:width]
-                    if channels == 1:  # every channel has its own scale, for so many tokens
+                    if channels == 1:  # each channel has its own scale, one per `tokens` tokens
                         if t % tokens == 0:
                             for c in range(d):
                                 group = t // tokens * d + c
@@ -165,7 +163,7 @@ def _dequantise_rows(
 
 @cache
 def _tokens(d: int, bits: int, keys: PartLayout, values: PartLayout) -> Any:
-    """Make the loop over blocks of single tokens, whose sizes are known."""
+    """Make the loop over blocks of single tokens, whose sizes are known at compile time."""
     mask, of_key, of_value = (1 << bits) - 1, keys.of_token(d, bits), values.of_token(d, bits)
     columns = max(of_key[3], of_value[3])
 
@@ -200,7 +198,7 @@ def _tokens(d: int, bits: int, keys: PartLayout, values: PartLayout) -> Any:
 
 
 def suits(blocks: Tensor, out: Tensor) -> bool:
-    """Tell whether this can read these blocks into that."""
+    """Return whether `dequantise_cpu` can read these blocks into `out`."""
     narrow = out.dtype == torch.bfloat16
     return serves(out, dtype=torch.bfloat16 if narrow else torch.float32) and _are_bytes(blocks)
 
@@ -214,9 +212,9 @@ def dequantise_cpu(
     heads: Tensor | None = None,
     moves: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the numbers of blocks, of `bits` each, into out; keys times their `sizes` where there are any.
+    """Write the numbers of blocks, `bits` each, to `out`; keys are multiplied by their `sizes`, if there are any.
 
-    `moves`, rows of blocks and of out [m] each, says which go where; `heads` [m] are then of these.
+    `moves` are rows of blocks and the rows of `out` that they go to, [m] each; `heads` [m] then belong to these.
     """
     picked, places = moves or (torch.arange(len(blocks)),) * 2
     target = flat(out.view(torch.uint16) if out.dtype == torch.bfloat16 else out)
@@ -242,35 +240,33 @@ def _are_bytes(blocks: Tensor) -> bool:
 
 @cache
 def numbers_of_halves() -> Tensor:
-    """What each number of fp16, by its bits, is in fp32: [65536]."""
+    """Return the value of every fp16 number in fp32, by its bits: [65536]."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).float()
 
 
-# A page of one KV head in 8 or 4 bits a number: how KV is held in host memory where it is to take less of it.
-
 KVDtype = Literal["auto", "int8", "int4"]
-"""How KV in host memory is held: auto is as the model computes it."""
+"""The format of KV in host memory; auto keeps it as the model computes it."""
 
 KEY_TOKENS = 32
-"""Tokens of a page that share the scale of a channel of their keys, at most."""
+"""Most tokens of a page that share the scale of a channel of their keys."""
 
 KEY_CHANNELS = 32
-"""Channels of a single token's key that share a scale, at most."""
+"""Most channels of a single token's key that share a scale."""
 
 LARGEST = 65504.0  # in fp16
-AT_ONCE = 1 << 18  # numbers that the host works on at once: few enough for its cache, enough for a call to pay
+AT_ONCE = 1 << 18  # numbers that the host handles at once: they fit into its cache, and calls pay off
 ALIGNMENT = 16
 
 
 class Groups(NamedTuple):
-    """Numbers that share a scale: those of `tokens` times `channels`."""
+    """The numbers that share a scale: `tokens` times `channels`."""
 
     tokens: int
     channels: int
 
 
 class BlockFormat(NamedTuple):
-    """Blocks of pages of `size` tokens, a power of two, of d channels, an even number; `parts` 2, or 1 of values."""
+    """The format of quantised pages: `size` tokens, a power of two, of d channels, even; `parts` 2, or 1 (values)."""
 
     bits: int
     parts: int
@@ -279,44 +275,44 @@ class BlockFormat(NamedTuple):
 
     @classmethod
     def of(cls, held: KVDtype, parts: int, size: int, d: int) -> BlockFormat | None:
-        """Choose the format, None where KV is held as it is computed."""
+        """Choose the format; None where KV is not quantised."""
         return None if held == "auto" else cls({"int8": 8, "int4": 4}[held], parts, size, d)
 
     @property
     def key_groups(self) -> Groups:
-        """Numbers of a key that share a scale."""
+        """The numbers of keys that share a scale."""
         if self.size > 1:
             return Groups(min(self.size, KEY_TOKENS), 1)
         return Groups(1, next(n for n in range(min(self.width, KEY_CHANNELS), 0, -1) if self.width % n == 0))
 
     @property
     def sized(self) -> bool:
-        """Whether there are keys whose channels share a scale."""
+        """Whether channels of keys share a scale, so that channel sizes are needed."""
         return self.parts == 2 and self.size == 1
 
     @property
     def groups(self) -> list[Groups]:
-        """The groups of each part; none has channels of both halves of a byte."""
+        """The groups of each part; none spans both halves of a byte."""
         return [self.key_groups, Groups(1, self.width)][-self.parts :]
 
     @property
     def width(self) -> int:
-        """Bytes of the codes of a token."""
+        """Bytes of codes per token."""
         return self.d * self.bits // 8
 
     @property
     def scales(self) -> list[int]:
-        """How many groups each part has."""
+        """Number of groups in each part."""
         return [(self.size // tokens) * (self.d // channels) for tokens, channels in self.groups]
 
     @property
     def at_once(self) -> int:
-        """Blocks that the host works on at once."""
+        """Blocks that the host handles at once."""
         return max(1, AT_ONCE // (self.parts * self.size * self.d))
 
     @property
     def bytes(self) -> int:
-        """Bytes of a block, up to a multiple of 16."""
+        """Bytes of a block, rounded up to a multiple of 16."""
         used = self.parts * self.size * self.width + 4 * sum(self.scales)
         return -(-used // ALIGNMENT) * ALIGNMENT
 
@@ -339,7 +335,7 @@ class BlockFormat(NamedTuple):
         return x.unflatten(-2, (-1, tokens)).unflatten(-1, (-1, channels))  # type: ignore[no-untyped-call, no-any-return]
 
     def codes(self, x: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Work out codes of pages x [.., p, d], by groups in fp32, and their s and z, fp16."""
+        """Compute the codes of pages x [.., p, d], by groups in fp32, and their s and z, fp16."""
         most, grouped = (1 << self.bits) - 1, self.grouped(x.float(), part)
         low, high = (bound(grouped, (-3, -1), keepdim=True) for bound in (torch.amin, torch.amax))
         zero = low.clamp(-LARGEST, LARGEST).half()
@@ -348,14 +344,14 @@ class BlockFormat(NamedTuple):
         return ((grouped - zero.float()) / step + 0.5).floor_().clamp_(0, most), scale, zero
 
     def rounded(self, x: Tensor, part: int = 0, sizes: Tensor | None = None) -> Tensor:
-        """Give what pages of a part, x [.., p, d], are once they have been written and read; keys with `sizes`."""
+        """Return pages of a part, x [.., p, d], as they are after writing and reading; keys with `sizes`."""
         if sizes is not None and part == 0:
             return (self.rounded(x.float() / sizes) * sizes).to(x.dtype)
         codes, scale, zero = self.codes(x, part)
         return torch.addcmul(zero.float(), codes, scale.float()).flatten(-2).flatten(-3, -2).to(x.dtype)
 
     def quantise(self, parts: Sequence[Tensor], out: Tensor, sizes: Tensor | None = None) -> None:
-        """Write pages, one tensor [.., p, d] a part, as blocks into out [.., bytes] uint8; keys have `sizes`."""
+        """Write pages, one tensor [.., p, d] per part, as blocks to out [.., bytes] uint8; keys have `sizes`."""
         for part, x in enumerate(parts):
             codes, *scales = self.codes(x if sizes is None or part else x.float() / sizes, part)
             for target, found in zip(self.scales_of(out, part), scales, strict=True):
@@ -367,9 +363,9 @@ class BlockFormat(NamedTuple):
             self.codes_of(out, part).copy_(codes)
 
     def dequantise(self, blocks: Tensor, out: Tensor, sizes: Tensor | None = None, heads: Tensor | None = None) -> None:
-        """Write the numbers of blocks [n, bytes] into out [n, parts, p, d].
+        """Write the numbers of blocks [n, bytes] to out [n, parts, p, d].
 
-        Keys have `sizes` [Hk, d] of each head, and blocks are of `heads` [n], or of all of them in turn.
+        Keys have `sizes` [Hk, d] per head, and blocks belong to `heads` [n], or to all heads in turn.
         """
         if sizes is not None and heads is None:
             heads = torch.arange(len(blocks), device=blocks.device) % len(sizes)
@@ -393,9 +389,9 @@ class BlockFormat(NamedTuple):
     def move(
         self, blocks: Tensor, picked: Tensor, out: Tensor, places: Tensor, sizes: Tensor | None, heads: Tensor
     ) -> bool:
-        """Write the numbers of blocks `picked` [m] of [n, bytes] into rows `places` of out [.., parts, p, d] on a CPU.
+        """Write the numbers of blocks `picked` [m] of [n, bytes] to rows `places` of out [.., parts, p, d] on a CPU.
 
-        Keys have `sizes` as of `dequantise`, by `heads` [m]. Returns False where no loop serves.
+        Keys have `sizes` as in `dequantise`, by `heads` [m]. Returns False if no loop serves.
         """
         if not suits(blocks, out):
             return False
@@ -404,7 +400,7 @@ class BlockFormat(NamedTuple):
 
     @property
     def layouts(self) -> list[PartLayout]:
-        """Where the parts of a block lie."""
+        """The layouts of the parts of a block."""
         codes = self.parts * self.size * self.width
         return [
             PartLayout(part * self.size * self.width, codes // 2 + 2 * sum(self.scales[:part]), *groups)
@@ -424,5 +420,5 @@ class BlockFormat(NamedTuple):
             grouped = self.grouped(numbers, part)
             if self.groups[part].channels == 1:
                 torch.addcmul(zero, grouped, scale, out=grouped)
-            else:  # the same in two passes, of which the host does many channels at once
+            else:  # two passes, which vectorise over channels on the host
                 grouped.mul_(scale).add_(zero)

@@ -1,7 +1,7 @@
-"""How far the query of a step turned since the step before (FreeKV, section 3.3), and which KV heads wait for it.
+"""Query similarity: how far a query turned since the last step (FreeKV, section 3.3), and which KV heads are corrected.
 
 Shapes: q, previous [H, d] (post-RoPE) -> similarity [Hk], the cosine of each query head pooled over its group.
-`correct_heads` decides by it on the device, for a batch.
+`correct_heads` decides on the device, for a batch.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from kvcli.kernels.page_table import SlotLayout, active
 
 
 class Turn(IntEnum):
-    """What a KV head does at a step."""
+    """The action of a KV head at a step."""
 
     IDLE = 0
     """Its sequence has not outgrown its slots."""
     REUSED = 1
-    """It attends to what the step before selected, and selects for the next."""
+    """It attends to the last step's selection, and selects for the next."""
     CORRECTED = 2
     """Its query turned too far: it selects and recalls before it attends."""
     FIRST = 3
-    """It has nothing to reuse yet, and does the same."""
+    """It has nothing to reuse yet, and selects and recalls before it attends."""
 
 
 class Decision(NamedTuple):
-    """What the KV heads [b, Hk] of a batch do: which wait (`now`), which do not, which of these select later (bool),
-    and why (`Turn`, int32).
+    """Actions of the KV heads [b, Hk] of a batch: which wait (`now`), which do not, which of these select later (bool).
 
-    `retrieved` (int32) is state: zero until a head's first retrieval.
+    `turn` (int32) is the action as `Turn`. `retrieved` (int32) is state: zero until a head's first retrieval.
     """
 
     now: Tensor
@@ -44,7 +43,7 @@ class Decision(NamedTuple):
 
 
 def query_similarity(q: Tensor, previous: Tensor, num_kv_heads: int, pooling: Literal["mean", "max"]) -> Tensor:
-    """Cosine in fp32; a query of zeros has cosine 0 with everything."""
+    """Return the cosine in fp32, pooled by KV head: [Hk]; a zero query has cosine 0 with everything."""
     q, previous = q.float(), previous.float()
     norms = q.square().sum(-1) * previous.square().sum(-1)
     cosines = (q * previous).sum(-1) * norms.clamp_min(torch.finfo(norms.dtype).tiny).rsqrt()  # [H]
@@ -61,7 +60,7 @@ def correct_heads_ref(
     pooling: Literal["mean", "max"],
     decision: Decision,
 ) -> None:
-    """Decide sequence by sequence."""
+    """Reference of `correct_heads`: sequence by sequence."""
     for b, retrieves in enumerate(active(lengths, layout).tolist()):
         now, others, later, turn, retrieved = (part[b] for part in decision)
         turned = query_similarity(q[b], previous[b], len(now), pooling) < threshold
@@ -110,7 +109,7 @@ def _correct_kernel(
     old_at = previous + (pair.to(tl.int64) * G + g)[:, None] * D
     squares_x = tl.zeros([BLOCK_G], tl.float32)
     squares_y, products = squares_x, squares_x
-    for begin in range(0, D, BLOCK_D):  # once, but for latents
+    for begin in range(0, D, BLOCK_D):  # one iteration, except for latents
         c = begin + tl.arange(0, BLOCK_D)[None, :]
         inside = (g < G)[:, None] & (c < D)
         x = tl.load(new_at + c, mask=inside, other=0.0).to(tl.float32)
@@ -118,7 +117,7 @@ def _correct_kernel(
         squares_x += tl.sum(x * x, axis=1)
         squares_y += tl.sum(y * y, axis=1)
         products += tl.sum(x * y, axis=1)
-    cosines = products * tl.rsqrt(tl.maximum(squares_x * squares_y, 1.1754943508222875e-38))  # the least normal number
+    cosines = products * tl.rsqrt(tl.maximum(squares_x * squares_y, 1.1754943508222875e-38))  # smallest normal fp32
     if POOLING == "mean":
         similarity = tl.sum(tl.where(g < G, cosines, 0.0), axis=0) / G
     else:
@@ -149,9 +148,9 @@ def correct_heads(
     """Write to `decision` which KV heads wait for what they select now, and keep the query for the next step.
 
     q [b, H, d] of this step; previous [b, H, d] of the step before, overwritten where the sequence has outgrown its
-    slots; lengths [b] int32. A head waits at its first retrieval, and where its similarity is below `threshold`: give
-    one above 1 for always, one below -1 for never. All of a batch that is new has `decision.retrieved` zero, and
-    `previous` need not be initialised then. May be captured in a CUDA graph.
+    slots; lengths [b] int32. A head waits at its first retrieval, and where its similarity is below `threshold`: a
+    threshold above 1 means always, below -1 never. A new batch has `decision.retrieved` zero everywhere, and `previous`
+    need not be initialised. Can be captured in a CUDA graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """

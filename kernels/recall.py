@@ -1,17 +1,15 @@
-"""Pages in host memory as a kernel sees them, and their recall, straight into slots.
-
-Of quantised pages the bytes cross the bus, and become numbers where they land (`gather_pages`).
-Blocks are those of `kvcli.kernels.quant`.
+"""Recall: pages in host memory as kernels see them, and their transfer directly into slots.
 
     hnd   [pages, Hk, 2, p, d]   a page of one KV head is one contiguous block, keys then values
     nhd   [pages, 2, p, Hk, d]   a page of one KV head is 2*p pieces of d elements
 
 Where keys are kept elsewhere, there is 1 in place of 2. Quantised, a page of one KV head is a block of bytes
-(`kvcli.kernels.quant`): [pages, Hk, bytes] uint8.
+(`kvcli.kernels.quant`): [pages, Hk, bytes] uint8. Its bytes cross the bus and are dequantised on arrival
+(`gather_pages`).
 
-A pool may lie in several pieces, so that it can be allocated bit by bit and sequences can share some of them. Kernels
-see pieces of equally many pages (a sequence's last may be shorter): where those of a batch differ, they are cut to a
-size that divides all. Pinned memory has one address for the host and the device.
+A pool may lie in several pieces, so that it can be allocated in parts and sequences can share some of them. Kernels see
+pieces of equally many pages (a sequence's last may be shorter): where those of a batch differ, they are split to a size
+that divides all. Pinned memory has one address for the host and the device.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from kvcli.kernels.quant import BlockFormat
 HostLayout = Literal["hnd", "nhd"]
 
 ALIGNMENT = 16
-"""Bytes to which every piece is aligned, so that kernels read 16 at once."""
+"""Alignment of pieces in bytes, so that kernels read 16 at once."""
 
 
 @dataclass(frozen=True)
 class HostPages:
-    """`pieces` of every sequence, kept alive here, and their `addresses` [b, most pieces] int64 on the device.
+    """The `pieces` of every sequence, kept alive here, and their `addresses` [b, most pieces] int64 on the device.
 
-    `per_piece` is the number of pages in every piece but a sequence's last, which may have fewer. Where pages are
-    quantised, by `format`, `held_keys` [b, Hk, p, d] takes the keys of the page that each sequence has written last, as
-    they will be read; `sizes` [b, Hk, d] fp32 are those of the channels of keys that are rounded one by one.
+    `per_piece` is the number of pages in every piece except a sequence's last, which may have fewer. If pages are
+    quantised, by `format`, `held_keys` [b, Hk, p, d] receives the keys of the page that each sequence wrote last, as
+    they will be read; `sizes` [b, Hk, d] fp32 are the channel sizes of keys quantised token by token.
     """
 
     pieces: Sequence[Sequence[Tensor]]
@@ -60,16 +58,16 @@ class HostPages:
         quantised: tuple[BlockFormat, torch.dtype] | None = None,
         sizes: Tensor | None = None,
     ) -> HostPages:
-        """Take one list of pieces for every sequence of the batch; `quantised`: their format, and the model's dtype.
+        """Take one list of pieces per sequence of the batch; `quantised` is their format, and the model's dtype.
 
-        Raises ValueError where pages differ in shape, have gaps, or lie where kernels cannot read 16 bytes at once, and
-        where there are no `sizes` of keys that are rounded one by one.
+        Raises ValueError if pages differ in shape, have gaps, or are not aligned to 16 bytes, and if `sizes` are
+        missing for keys quantised token by token.
         """
         first = pieces[0][0]
         for piece in (piece for row in pieces for piece in row):
             if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype or not piece.is_contiguous():
                 raise ValueError(f"a piece {tuple(piece.shape)} of {piece.dtype} does not go with the first one")
-        per_piece = max(len(row[0]) for row in pieces)  # not the first one's: a short sequence has one short piece
+        per_piece = max(len(row[0]) for row in pieces)  # not the first sequence's: it may have one short piece
         full = [len(piece) for row in pieces for piece in row[:-1]]
         if any(size != per_piece for size in full) or any(len(row[-1]) > per_piece for row in pieces):
             per_piece = math.gcd(*full)
@@ -103,7 +101,7 @@ class HostPages:
 
     @property
     def parts(self) -> int:
-        """How many parts a page has: keys and values, or values alone."""
+        """Number of parts of a page: keys and values, or values alone."""
         if self.format is not None:
             return self.format.parts
         return self.pieces[0][0].shape[2 if self.layout == "hnd" else 1]
@@ -118,7 +116,7 @@ class HostPages:
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
-        """Elements from a page, head, half (keys, values) and token to the next."""
+        """Elements from one page, head, half (keys, values) and token to the next."""
         num_kv_heads, size, d = self.block_shape
         page, parts = num_kv_heads * self.parts * size * d, self.parts
         if self.layout == "hnd":
@@ -131,7 +129,7 @@ class HostPages:
         return block[head] if self.layout == "hnd" else block[:, :, head]
 
     def check(self, rows: PagedKV) -> None:
-        """Raise ValueError where these are not pages of that size, dtype and number of sequences."""
+        """Raise ValueError where page size, dtype or number of sequences do not fit the rows."""
         b, num_kv_heads, _, d = rows.k.shape
         if self.block_shape != (num_kv_heads, rows.layout.size, d) or len(self.pieces) != b:
             raise ValueError(f"host pages {self.block_shape} of {len(self.pieces)} sequences do not fit {rows.k.shape}")
@@ -140,19 +138,19 @@ class HostPages:
             raise ValueError(f"host pages are {dtype}, not {rows.k.dtype}")
 
     def written(self, rows: PagedKV) -> PagedKV:
-        """See the quantised pages that newest tokens of `rows` have filled, once written: each in a slot of its own.
+        """View the quantised pages that the newest tokens of `rows` have filled, once written, each in its own slot.
 
-        Their keys, as they will be read, stand in the place of values too.
+        Their keys, as they will be read, also take the place of values.
         """
         assert self.held_keys is not None
         return PagedKV(self.held_keys, self.held_keys, rows.lengths, SlotLayout(rows.layout.size, 0, 0, 1))
 
 
-QUANTISED_ELEMENTS = 4096  # codes of the keys, or of the values, that a program holds at once
+QUANTISED_ELEMENTS = 4096  # codes of keys, or of values, held at once per program
 
 
 def gather_quantised_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
-    """Read page by page."""
+    """Reference of `gather_quantised`: page by page."""
     size, sink, form = rows.layout.size, rows.layout.sink, host.format
     assert form is not None
     page = torch.empty(1, form.parts, form.size, form.d, dtype=rows.k.dtype)
@@ -180,9 +178,9 @@ def _read_part(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """Read a part of a block, its codes [SIZE, W] at `block` and s, z at `scales`, into rows at `target`.
+    """Dequantise a part of a block, codes [SIZE, W] at `block` and s, z at `scales`, into rows at `target`.
 
-    Numbers are multiplied by the `sizes` of their channels where there are any.
+    Numbers are multiplied by the `sizes` of their channels, if there are any.
     """
     halves: tl.constexpr = 8 // BITS
     columns: tl.constexpr = halves * W // CHANNELS  # groups in a row of groups
@@ -193,7 +191,7 @@ def _read_part(
         codes = tl.load(block + row[:, None] * W + c[None, :], mask=inside, other=0)
         for half in tl.static_range(halves):
             column = half * W // CHANNELS + c // CHANNELS
-            if TOKENS > 1:  # the rows of a block of rows share their groups
+            if TOKENS > 1:  # all rows of a block share their groups
                 at = (start // TOKENS * columns + column)[None, :]
                 there = (c < W)[None, :]
             elif CHANNELS == W:
@@ -265,7 +263,7 @@ def _gather_quantised_kernel(
 
 
 def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs: int) -> None:
-    """Do what `kvcli.kernels.recall.gather_pages` does, which has checked all this, with quantised pages."""
+    """Implement `gather_pages`, which has checked the arguments, for quantised pages."""
     form = host.format
     assert form is not None
     if not takes(rows.k):
@@ -286,7 +284,7 @@ def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs:
 
 
 def constants(form: BlockFormat) -> dict[str, int]:
-    """Say what kernels have to know of a format: blocks of rows of keys do not go beyond their groups."""
+    """Return the compile-time constants of a format; blocks of rows of keys do not cross groups."""
     block_w = power_of_two(form.width)
     rows, keys = rows_at_once(form.size, block_w, QUANTISED_ELEMENTS), form.key_groups
     return {
@@ -304,16 +302,14 @@ def constants(form: BlockFormat) -> dict[str, int]:
     }
 
 
-# Recall: the missing pages of every KV head go from pinned host memory straight into their slots.
-
 PROGRAMS = 32
-"""Programs that share the list: 16 KiB a page and program keep about half a mebibyte in flight."""
+"""Programs that share the list: with 16 KiB per page, about half a mebibyte is in flight."""
 
-BLOCK_ELEMENTS = 4096  # of the keys, and as many of the values, that a program holds at once
+BLOCK_ELEMENTS = 4096  # of keys, and as many of values, held at once per program
 
 
 def gather_pages_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
-    """Copy page by page."""
+    """Reference of `gather_pages`: page by page."""
     size, sink = rows.layout.size, rows.layout.sink
     for b, h in (misses.counts > 0).nonzero().tolist():
         for j in range(int(misses.counts[b, h])):
@@ -357,7 +353,7 @@ def _gather_kernel(
     for entry in range(tl.program_id(0), total, programs):
         b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
         address = tl.load(addresses + b * most_pieces + page // per_piece)
-        # Said of the pointer: the compiler knows nothing of a number's alignment, and would read element by element.
+        # A hint on the pointer: the compiler does not know the alignment, and would read element by element.
         source = tl.multiple_of(address.to(tl.pointer_type(k.dtype.element_ty)), 16)
         source += (page % per_piece).to(tl.int64) * host_page + h * host_head
         target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
@@ -376,10 +372,10 @@ def _gather_kernel(
 
 
 def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int = PROGRAMS) -> None:
-    """Bring the pages that `misses` lists into their slots; does nothing for a head that misses none.
+    """Bring the pages that `misses` lists into their slots.
 
-    The page table is not touched (`resolve_pages_device` has done it). What reads the slots must have finished, and
-    the pages must have been written out. May be captured in a CUDA graph: the list's length is read on the device.
+    The page table is not changed (`resolve_pages_device` does that). Readers of the slots must have finished, and the
+    pages must have been written out. Can be captured in a CUDA graph: the list's length is read on the device.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """

@@ -1,4 +1,4 @@
-"""How a layer turns scores into weights: the parts of its softmax that differ between models."""
+"""The softmax of a layer: the parameters that differ between models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvcli.kernels._triton import jit, tl
 
 
 class Softmax(NamedTuple):
-    """`scale` multiplies q.k; `softcap` bounds scores to (-softcap, softcap) by tanh; `sinks` joins the norm.
+    """Parameters of attention: `scale` of q.k, `softcap` (scores are bounded by tanh), and attention `sinks`.
 
-    `sinks` [H] holds one logit a query head that takes part in the normalisation and carries no value (gpt-oss).
+    `sinks` [H] holds one logit per query head that takes part in the normalisation and carries no value (gpt-oss).
     """
 
     scale: float
@@ -21,14 +21,14 @@ class Softmax(NamedTuple):
     sinks: Tensor | None = None
 
     def scores(self, products: Tensor) -> Tensor:
-        """Make scores of products q.k: scaled, and bounded where the model bounds them."""
+        """Turn products q.k into scores: scaled, and capped if the model does so."""
         scores = products * self.scale
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
 
 @jit
 def capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
-    """Bound scores to (-softcap, softcap) by tanh, where there is a softcap."""
+    """Bound scores to (-softcap, softcap) by tanh, if there is a softcap."""
     if softcap is not None:
         scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
     return scores

@@ -1,7 +1,7 @@
-"""Scores of single tokens for every query head: s_gj = scale * q_g . k_j, over all channels or the first few of them.
+"""Token scores for every query head: s_gj = scale * q_g . k_j, over all channels or the first few of them.
 
-Shapes: q [H, d], keys [Hk, n, c], c <= d channels that q has too (its first c) -> scores [Hk, G, n] in at least fp32.
-`token_scores_device` has the batch in front, and lengths [b] that say which tokens are candidates; it pools groups.
+Shapes: q [H, d], keys [Hk, n, c], c <= d channels, the first c of q -> scores [Hk, G, n] in at least fp32.
+`token_scores_device` has the batch in front, and lengths [b] that define the candidates; it pools groups.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool
 from kvcli.kernels.page_table import SlotLayout, candidate_range, candidates
 from kvcli.kernels.softmax import Softmax, capped
 
-BLOCK_BYTES = 16384  # of the keys that a program holds
-WIDEST = 128  # channels of them; a program goes over those of latents part by part
+BLOCK_BYTES = 16384  # of keys held per program
+WIDEST = 128  # channels at once; a program iterates over those of latents
 
 
 def token_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -25,7 +25,7 @@ def token_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     heads = scale * q[:, : keys.shape[2]].to(dtype).view(keys.shape[0], -1, keys.shape[2])  # [Hk, G, c]
     if gemv.suits(heads, keys):
         return gemv.products(heads, keys)
-    # The long factor first: the product then reads the keys, which are the bulk, row by row.
+    # With the long factor first, the product reads the keys, which are the bulk, row by row.
     return (keys.to(dtype) @ heads.transpose(1, 2)).transpose(1, 2)
 
 
@@ -40,7 +40,7 @@ def token_scores_device_ref(
     heads: Tensor | None = None,
     excluded: Tensor | None = None,
 ) -> None:
-    """Score everything, then leave out what is no candidate."""
+    """Reference of `token_scores_device`: score everything, then mask what is not a candidate."""
     b, num_kv_heads, n, channels = keys.shape
     wide = q[..., :channels].to(torch.promote_types(q.dtype, torch.float32))
     queries = pool_queries(wide.reshape(b * num_kv_heads, -1, channels), pooling)
@@ -91,7 +91,7 @@ def _token_kernel(
     candidate = (token >= low) & (token < high)
     g = tl.arange(0, BLOCK_G)
     products = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
-    for begin in range(0, C, BLOCK_C):  # once, but for latents
+    for begin in range(0, C, BLOCK_C):  # one iteration, except for latents
         c = begin + tl.arange(0, BLOCK_C)
         in_q = (g < G)[:, None] & (c < C)[None, :]
         queries = tl.load(q + b * q_batch + (h * G + g)[:, None] * q_head + c[None, :], mask=in_q, other=0.0)
@@ -129,9 +129,10 @@ def token_scores_device(
 ) -> None:
     """Score the candidates of a batch: q [b, H, d], keys [b, Hk, n, c] -> `out` [b, Hk, n] fp32, -inf elsewhere.
 
-    Pooled over all query heads, after a softmax, out is [b, 1, n]. A softmax counts the sinks. heads [b, Hk] bool: the
-    others' scores are left as they are. Those excluded [b, Hk, n] bool score -1, less than any after a softmax. May be
-    captured in a CUDA graph. Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    With an out of [b, 1, n], scores are pooled over all query heads, after a softmax. A softmax includes the sinks.
+    heads [b, Hk] bool: scores of other heads stay as they are. Tokens in excluded [b, Hk, n] bool score -1, less than
+    any after a softmax. Can be captured in a CUDA graph. Raises ValueError for shapes, dtypes or strides that the
+    kernel cannot read.
     """
     (b, num_heads, d), (_, num_kv_heads, num_tokens, channels) = q.shape, keys.shape
     groups = num_heads // num_kv_heads
@@ -147,7 +148,7 @@ def token_scores_device(
         return token_scores_device_ref(q, keys, lengths, layout, softmax, pooling, out, heads, excluded)
     block_c = max(16, min(WIDEST, power_of_two(channels)))
     block_g = max(16, power_of_two(groups))
-    warps, held = (4, BLOCK_BYTES) if block_g <= 32 else (8, BLOCK_BYTES // 2)  # queries of many heads are wide, too
+    warps, held = (4, BLOCK_BYTES) if block_g <= 32 else (8, BLOCK_BYTES // 2)  # many heads mean large queries
     block_n = max(16, min(128, held // (block_c * keys.element_size())))
     left = GroupScores((b, num_kv_heads, groups, num_tokens), pooling, -(-num_tokens // block_n), out)
     half = torch.float32 not in (q.dtype, keys.dtype) and left.what != "q"
@@ -173,19 +174,17 @@ def token_scores_device(
     return None
 
 
-# Queries and keys in a basis of their KV head (InfiniGen's skewed columns, Loki's principal axes).
-
-BLOCK_C, BLOCK_D = 32, 128  # of a basis that a program multiplies at once: columns, and channels
+BLOCK_C, BLOCK_D = 32, 128  # columns and channels of a basis, per program at once
 
 
 def project_heads_ref(x: Tensor, basis: Tensor, out: Tensor) -> None:
-    """All heads of a KV head at once, in at least fp32."""
+    """Reference of `project_heads`: all heads of a KV head at once, in at least fp32."""
     heads = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (basis.shape[1], -1))  # type: ignore[no-untyped-call]
     out.copy_((heads @ basis).flatten(1, 2))
 
 
 def project_newest_ref(k: Tensor, basis: Tensor, lengths: Tensor, out: Tensor) -> None:
-    """Sequence by sequence."""
+    """Reference of `project_newest`: sequence by sequence."""
     found = torch.empty(*k.shape[:2], basis.shape[3], dtype=basis.dtype, device=k.device)
     project_heads_ref(k, basis, found)
     for b, length in enumerate(lengths.tolist()):
@@ -232,9 +231,10 @@ def _project_kernel(
 
 
 def project_heads(x: Tensor, basis: Tensor, out: Tensor) -> None:
-    """Write x in the basis to `out` [b, n, c], which is not x; may be captured in a CUDA graph.
+    """Write x [b, n, d] in the basis of its KV heads [b, Hk, d, c] to `out` [b, n, c], which is not x.
 
-    Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
+    Serves InfiniGen's skewed columns and Loki's principal axes. Can be captured in a CUDA graph. Raises ValueError for
+    shapes, dtypes or strides that the kernel cannot read.
     """
     b, num_heads, _ = x.shape
     _check(x, basis)
@@ -245,10 +245,10 @@ def project_heads(x: Tensor, basis: Tensor, out: Tensor) -> None:
 
 
 def project_newest(k: Tensor, basis: Tensor, lengths: Tensor, out: Tensor) -> None:
-    """Write the newest keys k [b, Hk, d] in the basis to their place in out [b, Hk, tokens, c].
+    """Write the newest keys k [b, Hk, d], in the basis, to their place in out [b, Hk, tokens, c].
 
-    lengths [b] int32 count them; a sequence of length 0 has none. May be captured in a CUDA graph. Raises ValueError
-    for shapes, dtypes or strides that the kernel cannot read.
+    lengths [b] int32 include the newest token; a sequence of length 0 has none. Can be captured in a CUDA graph. Raises
+    ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     b, num_kv_heads, _ = k.shape
     _check(k, basis)

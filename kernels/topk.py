@@ -1,10 +1,10 @@
-"""The k best pages of each KV head, ties to the lower page, so that every back end selects the same set.
+"""Top-k: the k best pages of each KV head, ties to the lower page, so that every back end selects the same set.
 
 Shapes: scores [Hk, n], 1 <= k <= n -> pages [Hk, k] int64, in no particular order; `topk_pages_device` has the batch in
-front, and lengths [b] that say which pages are candidates.
+front, and lengths [b] that define the candidates.
 
-On the device one program serves a head, or a part of its pages; of several the last to finish chooses from what they
-chose (`kvcli.kernels.topk`).
+On the device one program serves a head or a part of its pages. If there are several, the last one to finish chooses
+from what the others chose.
 """
 
 from __future__ import annotations
@@ -31,21 +31,19 @@ from kvcli.kernels.page_table import (
     selected_count,
 )
 
-# The k largest scores of a row, inside a kernel: one program finds them, ties to the lower entry.
-
-BLOCK = 2048  # scores that a program looks at together
+BLOCK = 2048  # scores per program at once
 
 
 @jit
 def _ordered(scores: tl.tensor) -> tl.tensor:
-    """Turn fp32 into int32 of the same order; both zeros are one."""
+    """Turn fp32 into int32 of the same order; both zeros are equal."""
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def _entries(row: tl.tensor, names: tl.tensor, entry: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Read scores as ordered integers, and say which of these entries are any."""
+    """Read scores as ordered integers, and tell which entries exist."""
     there = entry < high
     if names is not None:
         there = there & (tl.load(names + entry, mask=there, other=-1) >= 0)
@@ -63,25 +61,26 @@ def _threshold(
     k: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Find the k-th largest of entries low .. high, of those alone whose mark is `which`; and how many equals it has
-    among the k largest.
+    """Find the k-th largest of entries low .. high, among those marked `which`.
+
+    Also returns how many entries equal to it are among the k largest.
     """
     found = tl.zeros([1], tl.int32)
     room = tl.maximum(k, 0)
     digits = tl.arange(0, 256)
     for digit in range(4):
         shift = 24 - 8 * digit
-        flip = tl.where(digit == 0, 128, 0)  # the sign's bit counts the other way round
+        flip = tl.where(digit == 0, 128, 0)  # the sign bit orders the other way
         counts = tl.zeros([256], tl.int32)
         for start in range(low, high, BLOCK_N):
             entry = start + tl.arange(0, BLOCK_N)
             key, there = _entries(row, names, entry, high)
             if marks is not None:
                 there = there & (tl.load(marks + entry, mask=there, other=-1) == which)
-            there = there & ((digit == 0) | (((key ^ found) >> shift) >> 8 == 0))  # so far the threshold's digits
+            there = there & ((digit == 0) | (((key ^ found) >> shift) >> 8 == 0))  # same digits as the threshold so far
             counts += tl.histogram(((key >> shift) & 255) ^ flip, 256, mask=there)
-        reach = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # entries of this digit or a larger one
-        room = tl.minimum(room, tl.sum(counts, axis=0))  # there may be less than k
+        reach = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # entries with this digit or a larger one
+        room = tl.minimum(room, tl.sum(counts, axis=0))  # there may be fewer than k
         best = tl.sum((reach >= room).to(tl.int32), axis=0) - 1
         room -= tl.sum(tl.where(digits == best, reach - counts, 0), axis=0)
         found |= (best ^ flip) << shift
@@ -100,7 +99,7 @@ def _mark(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Mark the best entries, FIRST of them, and what is resident, with 1 and all others with 0; gives their number."""
+    """Mark the FIRST best entries and the resident ones with 1, all others with 0; return the number of ones."""
     threshold, room = _threshold(row, None, None, 0, low, high, FIRST, BLOCK_N)
     equal = 0
     for start in range(low, high, BLOCK_N):
@@ -137,11 +136,11 @@ def pick(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Choose k of the entries low .. high of a row of scores: pages, or what `names` calls them, where it does.
+    """Choose k of the entries low .. high of a row of scores: pages, or what `names` calls them if given.
 
-    Writes what was chosen to `selected` [K], in ascending order, and its scores to `best` where there is one.
+    Writes the choice to `selected` [K], ascending, and its scores to `best` if given.
     """
-    which, room = 0, k  # those of which mark compete for how many places
+    which, room = 0, k  # the mark whose entries compete, and the number of places
     if FIRST:
         count = _mark(row, marks, resident, low, high, K, FIRST, BLOCK_K, BLOCK_N)
         which = (count >= k).to(tl.int32)
@@ -160,7 +159,7 @@ def pick(
         tie = ((key == threshold) & competes).to(tl.int32)
         chosen = ((key > threshold) & competes) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
         if FIRST:
-            chosen = chosen | (there & (mark > which))  # those marked, where they need not compete
+            chosen = chosen | (there & (mark > which))  # marked entries that need not compete
         place = taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         page = entry
         if names is not None:
@@ -174,19 +173,17 @@ def pick(
     tl.store(selected + rest, -1, mask=(rest >= taken) & (rest < K))
 
 
-# The k best of each row on a CPU, ties to the lower index: what `kvcli.kernels.topk` selects, by halving.
+AT_ONCE = 11  # bits found on one set of keys, before it is narrowed
 
-AT_ONCE = 11  # bits that are found of one set of keys
-
-KEY = 64  # numbers that a score is made of, about
-LOOKS = 4  # and how many numbers could be read while one is looked at so often
+KEY = 64  # numbers that a score is computed from, about
+LOOKS = 4  # cost of selecting from a score, in numbers read
 
 _NO_NAMES = np.empty((0, 0), np.int64)
 
 
 @inlined
 def kth_best(keys: Any, bits: int, wanted: int) -> tuple[int, int]:
-    """Find the `wanted`-th best of keys of so many `bits`, and how many that equal it belong to the best."""
+    """Find the `wanted`-th best of keys with `bits` bits by bisection, and how many equal to it are among the best."""
     best = 0
     while bits > 0:
         rest, better = max(0, bits - AT_ONCE), 0
@@ -207,7 +204,7 @@ def kth_best(keys: Any, bits: int, wanted: int) -> tuple[int, int]:
 
 @inlined
 def _between(keys: Any, least: int, most: int) -> Any:
-    """List the keys that are neither below `least` nor above `most`."""
+    """List the keys from `least` to `most`, both included."""
     taken, at = np.empty(len(keys), keys.dtype), 0
     for j in range(0, len(keys), LOT):
         mask = at_least(keys, j, least) & ~above(keys, j, most)
@@ -220,7 +217,7 @@ def _between(keys: Any, least: int, most: int) -> Any:
 
 @inlined
 def places_of(keys: Any, least: int, wanted: int, out: Any) -> None:
-    """List where the keys are that exceed the `least`, and the `wanted` first that equal it: as many as `out` takes."""
+    """List the indices of keys above `least`, and of the first `wanted` keys equal to it, as many as `out` holds."""
     at, j = 0, 0
     while at < len(out):
         mask = above(keys, j, least)
@@ -252,12 +249,12 @@ def _select(bits: Any, k: int, names: Any, first: int, out: Any) -> None:
 
 
 def suits(scores: Tensor) -> bool:
-    """Tell whether this can select by these scores; keys that were scored have kept a loop busy before."""
+    """Return whether `select_best` serves for these scores; their computation counts as work for the loop as well."""
     return serves(scores, numbers=KEY * scores.numel())
 
 
 def select_best(scores: Tensor, k: int, names: Tensor | None = None, first: int = 0) -> Tensor:
-    """Select the k best of each row: by their places in it or by their `names` [Hk, n], counted from the `first`."""
+    """Select the k best of each row: their indices or `names` [Hk, n], plus `first`."""
     out = torch.empty(scores.shape[0], k, dtype=torch.int64)
     bits, known = scores.contiguous().view(torch.int32), _NO_NAMES if names is None else names.contiguous()
     run(_select, LOOKS * scores.numel(), bits, k, known, first, out)
@@ -265,15 +262,15 @@ def select_best(scores: Tensor, k: int, names: Tensor | None = None, first: int 
 
 
 LONG = 256
-"""Scores of a row from which on a loop over them all is faster on a CPU than to divide them."""
+"""Scores per row from which on a CPU loop is faster than partitioning."""
 
 
 class Selection(NamedTuple):
-    """Where a choice goes: `selected` [b, Hk, k] int32, ascending, -1 behind it.
+    """The target of a choice: `selected` [b, Hk, k] int32, ascending, padded with -1.
 
-    Where pages come from the host, `resident` [b, Hk, k] is the page table, which then says the same, and `misses` what
-    it did not hold. With a number `first`, so many of the best are chosen; then what is resident, by its scores; then
-    the others by theirs.
+    Where pages come from the host, `resident` [b, Hk, k] is the page table, updated to the selection, and `misses`
+    lists what it did not hold. With `first`, so many of the best are chosen; then resident pages by score; then others
+    by score.
     """
 
     selected: Tensor
@@ -283,7 +280,7 @@ class Selection(NamedTuple):
 
     @classmethod
     def empty(cls, like: Tensor, k: int, *table: Any) -> Selection:
-        """Make one of k pages for the KV heads of like [b, Hk, ...]."""
+        """Make a selection of k pages for the KV heads of like [b, Hk, ...]."""
         return cls(torch.empty(*like.shape[:2], k, dtype=torch.int32, device=like.device), *table)
 
     def check(self, b: int, num_kv_heads: int) -> None:
@@ -297,9 +294,9 @@ class Selection(NamedTuple):
 
 
 def topk_pages_ref(scores: Tensor, k: int) -> Tensor:
-    """Select by threshold: everything above the k-th best, then the lowest pages that equal it.
+    """Select by threshold: everything above the k-th best, then the lowest pages equal to it.
 
-    Where no page outside equals the k-th best, and that is the rule, the plain top-k is the answer.
+    If no page outside equals the k-th best, which is the usual case, the plain top-k is the answer.
     """
     if k == scores.shape[-1]:
         return torch.arange(k, device=scores.device).expand(scores.shape)
@@ -320,9 +317,9 @@ def topk_pages_device_ref(
     selection: Selection,
     heads: Tensor | None = None,
     wanted: Tensor | None = None,
-    arrived: Tensor | None = None,  # noqa: ARG001 - of the kernel
+    arrived: Tensor | None = None,  # noqa: ARG001 - used by the kernel only
 ) -> None:
-    """Select among the candidates of one sequence after the other."""
+    """Reference of `topk_pages_device`: sequence by sequence."""
     selected = selection.selected
     if selection.first:
         scores = _resident_after_first(scores, lengths, layout, selection)
@@ -341,14 +338,14 @@ def topk_pages_device_ref(
 
 
 def _resident_after_first(scores: Tensor, lengths: Tensor, layout: SlotLayout, selection: Selection) -> Tensor:
-    """Give ranks as scores [b, Hk, n]: the `first` best and what is resident go before everything else."""
+    """Return ranks as scores [b, Hk, n]: the `first` best and the resident pages come before all others."""
     assert selection.resident is not None
     n = scores.shape[2]
     allowed = candidates(lengths, layout, n)[:, None]
     order = scores.masked_fill(~allowed, float("-inf")).argsort(dim=2, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(2, order, torch.arange(n, device=order.device).expand_as(order))
     held = torch.zeros(*scores.shape[:2], n + 1, dtype=torch.bool, device=scores.device)
-    # An empty slot marks the column before the first page's; short sequences have slots for pages that never come.
+    # An empty slot marks the extra column in front; short sequences have slots for pages that never come.
     resident = selection.resident.long()
     held.scatter_(2, resident.where(resident < n, -1) + 1, True)
     return -(rank + n * ~((rank < selection.first) | held[:, :, 1:])).float()
@@ -382,8 +379,8 @@ def _topk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Choose among the pages of one part; the last program of a head chooses from what the parts have chosen."""
-    pair, part = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, some of its pages
+    """Choose among the pages of one part; the last program of a head chooses from the parts' choices."""
+    pair, part = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, a part of its pages
     at = pair.to(tl.int64) * K
     if heads is not None:
         if tl.load(heads + pair) == 0:
@@ -392,7 +389,7 @@ def _topk_kernel(
                     nothing_missing(pages + at, slots + at, count + pair, K, BLOCK_K)
             return
     low, high, beside = candidate_range(lengths, pair // HK, num_entries, sink, window, SIZE, GROUP)
-    k = K - beside  # the tokens of an unfilled group take the places of so many
+    k = K - beside  # the tokens of an unfilled group take places
     if wanted is not None:
         k = tl.load(wanted + pair // HK)
     row = scores + pair.to(tl.int64) * num_entries
@@ -420,7 +417,7 @@ def _topk_kernel(
 
 
 def topk_pages(scores: Tensor, k: int) -> Tensor:
-    """Select k pages of every head, with the fastest means of the device."""
+    """Select k pages of every head: scores [Hk, n] -> [Hk, k], with the fastest means of the device."""
     if not takes(scores):
         if scores.shape[1] >= LONG and suits(scores):
             return select_best(scores, k)
@@ -434,15 +431,15 @@ def topk_pages(scores: Tensor, k: int) -> Tensor:
 
 
 def topk_named(scores: Tensor, k: int, names: Tensor, first: int = 0) -> Tensor:
-    """Select k of `names` [Hk, n] for every head by their scores, and add the number of the `first`."""
+    """Select k of `names` [Hk, n] for every head by their scores, and add `first`."""
     if scores.shape[1] >= LONG and not takes(scores) and suits(scores):
         return select_best(scores, k, names, first)
     return names.gather(1, topk_pages(scores, k)) + first
 
 
 def _partitioned(scores: np.ndarray, k: int) -> Tensor | None:
-    """Select on a CPU, up to five times as fast as torch sorts; None where a page outside equals the k-th best."""
-    selected = np.argpartition(scores, -k, axis=-1)[:, -k:]  # the k-th best comes first
+    """Select on a CPU, up to five times as fast as torch sorts; None if a page outside equals the k-th best."""
+    selected = np.argpartition(scores, -k, axis=-1)[:, -k:]  # the k-th best is in column 0
     least = np.take_along_axis(scores, selected[:, :1], -1)
     return torch.from_numpy(selected) if np.all(np.count_nonzero(scores >= least, axis=-1) == k) else None
 
@@ -456,12 +453,12 @@ def topk_pages_device(
     wanted: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> None:
-    """Select k candidate pages, neither sink nor window, of every head of a batch, and say so in `selection`.
+    """Select k candidate pages, neither sink nor window, of every head of a batch, and write them to `selection`.
 
-    scores [b, Hk, n] fp32, lengths [b] int32. There is -1 behind the selection where there are less than k candidates,
-    or less are wanted: `wanted` [b] int32, from 1 to k, by default as many as the layout has places for. heads [b, Hk]
-    bool: the others miss nothing, and their selections are left as they are. `arrived` as in `PagedKV`. May be captured
-    in a CUDA graph. From here to the end of the gather that the misses are for, the slots may not be read.
+    scores [b, Hk, n] fp32, lengths [b] int32. The selection is padded with -1 where there are fewer than k candidates,
+    or fewer are wanted: `wanted` [b] int32, from 1 to k, by default as many as the layout has places for. heads [b, Hk]
+    bool: other heads miss nothing, and their selections stay as they are. `arrived` as in `PagedKV`. Can be captured in
+    a CUDA graph. The slots may not be read from here until the gather of the misses has finished.
 
     Raises ValueError for shapes or dtypes that the kernel cannot read.
     """
@@ -473,7 +470,7 @@ def topk_pages_device(
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
     if wanted is not None:
         require_whole("wanted", wanted, (b,), torch.int32)
-    if scores.shape[2] == 0:  # nothing was ever chosen either
+    if scores.shape[2] == 0:  # there was never anything to choose
         selection.selected.fill_(-1)
         if selection.misses is not None:
             selection.misses.counts.zero_()
@@ -492,10 +489,10 @@ def _select_topk(
     wanted: Tensor | None,
     arrived: Tensor | None,
 ) -> None:
-    """Launch, with several programs a head where it has many pages; ties go to the lower page in all of them."""
+    """Launch, with several programs per head if it has many pages; ties always go to the lower page."""
     (b, num_kv_heads, num_pages), k = scores.shape, selection.selected.shape[2]
     pairs, device = b * num_kv_heads, scores.device
-    # So long a part that choosing from it takes as long as choosing from what all of them chose.
+    # Choosing from one part should take as long as choosing from the choices of all parts.
     part = power_of_two(min(num_pages, max(BLOCK, math.isqrt(num_pages * k))))
     parts, marks, best, named = -(-num_pages // part), None, None, None
     if selection.first:
@@ -524,9 +521,6 @@ def _select_topk(
     )
 
 
-# Which tokens an eviction leaves: the newest, and of those before them the ones that score best.
-
-
 def kept_tokens(scores: Tensor, recent: int, k: int) -> Tensor:
-    """Select with the newest tokens beyond all scores."""
+    """Select the k tokens that an eviction leaves, ascending: the `recent` newest, then the best of scores [Hk, n]."""
     return topk_pages(functional.pad(scores, (0, recent), value=float("inf")), k).sort(-1).values

@@ -1,7 +1,7 @@
-"""A layer whose older blocks lie in host memory and are retrieved for all heads alike (InfLLM, arXiv 2402.04617).
+"""The cache of block retrieval: older blocks in host memory, retrieved for all heads alike (InfLLM, arXiv 2402.04617).
 
 A block is a page of tokens. Once it leaves the local window it goes to the host, and one key represents it on the
-device: the mean key of those of its tokens that got most attention from later ones while they were near.
+device: the mean key of those of its tokens that received most attention from later ones while they were near.
 
 The keys of near tokens are post-RoPE. Those of sinks and blocks are kept un-rotated, for one of two ways to attend to
 them (`Positions`).
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
 
 
-# How much a probe wants each block, one score a block for all heads, and how spread out the scores are.
-
-PIECE = 256  # keys that a thread takes at once
-SHORTEST = 1e-12  # length that a vector is taken to have at least, as in `normalize`
+PIECE = 256  # keys per thread at once
+SHORTEST = 1e-12  # lower bound of a vector's length, as in `normalize`
 
 
 def dot_scores(probe: Tensor, keys: Tensor) -> Tensor:
-    """Inner products."""
+    """Return the inner products of a probe [H, d] with block keys [n, Hk, d], one per block for all heads: [n]."""
     dtype = torch.promote_types(keys.dtype, torch.float32)
     by_kv_head = probe.to(dtype).view(keys.shape[1], -1, keys.shape[2]).sum(1)  # [Hk, d]
     rows, query = keys.to(dtype).flatten(1), by_kv_head.flatten()
@@ -56,10 +54,10 @@ def dot_scores(probe: Tensor, keys: Tensor) -> Tensor:
 
 
 def cosine_scores(probe: Tensor, keys: Tensor) -> Tensor:
-    """Cosines; zero for a probe or key of zero length."""
+    """Return the cosines of a probe with block keys, shapes as in `dot_scores`; zero for a vector of zero length."""
     dtype = torch.promote_types(keys.dtype, torch.float32)
     rows = keys.flatten(1)
-    if serves(rows) and rows.is_contiguous():  # keys are read once, and their unit vectors never written
+    if serves(rows) and rows.is_contiguous():  # reads keys once and never writes their unit vectors
         by_kv_head = normalize(probe.flatten(), dim=0).view(keys.shape[1], -1, keys.shape[2]).sum(1)  # [Hk, d]
         out = rows.new_empty(len(rows))
         run(_cosines, rows.numel(), by_kv_head.flatten(), rows, out)
@@ -82,22 +80,20 @@ def _cosines(probe: Any, keys: Any, out: Any) -> None:
 
 
 def density(scores: Tensor) -> Tensor:
-    """Entropy, in nats, of the softmax over blocks (ActQKV, equation 11)."""
+    """Return the entropy, in nats, of the softmax over blocks (ActQKV, equation 11)."""
     log_weights = scores.log_softmax(-1)
     return -(log_weights.exp() * log_weights).sum(-1)
 
-
-# How a layer whose older blocks are retrieved lays them out, and where it attends to them (InfLLM, arXiv 2402.04617).
 
 Positions = Literal["capped", "original"]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The `budget` in blocks, `slots` for retrieved blocks, and the most tokens that are appended at once (`chunk`).
+    """The `budget` in blocks, `slots` for retrieved blocks, and the most tokens appended at once (`chunk`).
 
-    `representatives` is how many tokens of a block its key is the mean of. As many as `beside` blocks can give their
-    place up to tokens that stay, see `BlockCache.keep`.
+    The key of a block is the mean of `representatives` of its tokens. Up to `beside` slots can be given up to tokens
+    that stay, see `BlockCache.keep`.
     """
 
     budget: PageBudget
@@ -109,9 +105,9 @@ class BlockLayout:
 
 
 def rows_in_slots(held: Tensor, slots: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View the keys and values [Hk, n, d] of all slots, held [slots, Hk, 2, p, d], where they lie.
+    """View the keys and values [Hk, n, d] of all slots, held [slots, Hk, 2, p, d], in place.
 
-    Returns also which rows of them the first `tokens` in `slots` [k] are: [1, tokens].
+    Also returns which of these rows are the first `tokens` in `slots` [k]: [1, tokens].
     """
     count, heads, _, size, d = held.shape
     step = 2 * heads * size  # rows from one slot to the next
@@ -120,16 +116,13 @@ def rows_in_slots(held: Tensor, slots: Tensor, tokens: int) -> tuple[Tensor, Ten
     return views[0], views[1], rows[None]
 
 
-# Statistics of retrieval by blocks, kept as sums.
-
-
 @dataclass
 class BlockStats:
-    """The retrievals of one layer in one phase that had to leave something out; blocks are the same for all heads.
+    """Statistics, as sums, of one layer's retrievals in one phase that had to leave something out.
 
-    Summed over retrievals: `blocks` retrieved, of which `misses` were not on the device; `bytes_to_device`; `scores`,
-    the mean score of the retrieved blocks; `entropies` of all scores in nats, where the method looks at them. `fewest`
-    and `most` are blocks of a single retrieval.
+    Blocks are the same for all heads. Summed over retrievals: `blocks` retrieved, of which `misses` were not on the
+    device; `bytes_to_device`; `scores`, the mean score of the retrieved blocks; `entropies` of all scores in nats,
+    where the method uses them. `fewest` and `most` are blocks of a single retrieval.
     """
 
     retrievals: int = 0
@@ -174,14 +167,14 @@ class BlockStats:
 
 @dataclass
 class PhaseStats:
-    """The statistics of one layer, of prefill and decode apart."""
+    """The statistics of one layer, separately for prefill and decode."""
 
     prefill: BlockStats = field(default_factory=BlockStats)
     decode: BlockStats = field(default_factory=BlockStats)
 
 
 def total(layers: Iterable[BlockStats]) -> BlockStats:
-    """Add up the statistics of layers."""
+    """Sum the statistics of layers."""
     used = [layer for layer in layers if layer.retrievals]
     entropies = [layer.entropies for layer in used if layer.entropies is not None]
     return BlockStats(
@@ -197,9 +190,9 @@ def total(layers: Iterable[BlockStats]) -> BlockStats:
 
 
 def summarise(layers: Mapping[int, PhaseStats]) -> dict[str, Any]:
-    """Return plain data for the report: what was retrieved in prefill and in decode, in all and by layer.
+    """Return plain data for the report: what was retrieved in prefill and in decode, in total and by layer.
 
-    Means of decode come first: blocks a layer and step, the score of these blocks, the entropy of all scores.
+    Means of decode come first: blocks per layer and step, the score of these blocks, the entropy of all scores.
     """
     prefill, decode = (
         total(getattr(phases, phase) for phases in layers.values()).summary() for phase in ("prefill", "decode")
@@ -218,11 +211,13 @@ def summarise(layers: Mapping[int, PhaseStats]) -> dict[str, Any]:
 
 
 class BlockCache(LayerCache):
-    """In host memory: all blocks, counted from the first one behind the sinks. On the device: everything else.
+    """All blocks in host memory, counted from the first one after the sinks; everything else on the device.
 
-    Near tokens, those of the local window and new ones: k, v [Hk, near, d], and `mass` [near], the attention that they
-    got from later ones. Sinks [Hk, sinks, d]. The key of each block, `keys` [blocks, Hk, d]. Retrieved blocks, `slots`
-    [slots, Hk, 2, p, d] and `resident` [slots], the block in each slot, or EMPTY.
+    - Near tokens, the local window and new tokens: k, v [Hk, near, d], and `mass` [near], the attention that they
+      received from later ones.
+    - Sinks [Hk, sinks, d].
+    - The key of each block, `keys` [blocks, Hk, d].
+    - Retrieved blocks, `slots` [slots, Hk, 2, p, d] and `resident` [slots], the block in each slot, or EMPTY.
 
     The order of calls is: `extend` by new tokens, `advance` the local window (before attention in decode, after it in
     prefill), `recall` blocks, `attend_newest`.
@@ -237,7 +232,7 @@ class BlockCache(LayerCache):
         num_blocks = max(0, budget.count(capacity) - budget.window - budget.sink)
         self.layout, self.budget, self.rotary = layout, budget, rotary
         self.length = 0
-        self.first = 0  # position of the first near token, at the edge of a block
+        self.first = 0  # position of the first near token, a block boundary
         near = self.most_near()
         self.k, self.v = (tiers.on_device(heads, near, d) for _ in range(2))
         self.mass = tiers.on_device(near, dtype=torch.float32).zero_()
@@ -248,34 +243,34 @@ class BlockCache(LayerCache):
         self.resident = tiers.on_device(len(self.slots), dtype=torch.int64).fill_(EMPTY)
         self.chosen = self.resident[:0]  # [k] slots last attended to
         self.kept = 0  # tokens of `keep`, in the last slots
-        self.cap = min(budget.window * size, capacity) - 1  # distance of what is not near, where positions are capped
+        self.cap = min(budget.window * size, capacity) - 1  # distance of far tokens with capped positions
 
     def most_blocks(self, pages: int) -> int:
-        """How many blocks so many pages can be."""
+        """Return the most blocks that `pages` pages can hold."""
         return pages
 
     def most_near(self) -> int:
-        """How many near tokens there can be."""
+        """Return the most near tokens."""
         return self.budget.window * self.budget.size + self.layout.chunk
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks have left the local window and can be retrieved."""
+        """Number of blocks that have left the local window and can be retrieved."""
         return max(0, self.first // self.budget.size - self.budget.sink)
 
     @property
     def kept_blocks(self) -> int:
-        """As many blocks as the tokens of `keep` have taken the place of."""
+        """Number of blocks whose place the tokens of `keep` have taken."""
         return -(-self.kept // self.budget.size)
 
     @property
     def selected(self) -> int:
-        """How many blocks the budget leaves to retrieve."""
+        """Number of blocks that the budget leaves to retrieve."""
         return self.budget.selected - self.kept_blocks
 
     @property
     def block_keys(self) -> Tensor:
-        """Keys that represent these blocks: [num_blocks, Hk, d]."""
+        """The keys that represent these blocks: [num_blocks, Hk, d]."""
         return self.keys[: self.num_blocks]
 
     @override
@@ -297,20 +292,20 @@ class BlockCache(LayerCache):
         return self.attend_newest(q[:, None], softmax)[:, 0]
 
     def extend(self, k: Tensor, v: Tensor) -> None:
-        """Add new tokens k, v [Hk, n, d] to the near ones, n <= `layout.chunk`."""
+        """Append tokens k, v [Hk, n, d] to the near ones, n <= `layout.chunk`."""
         start = self.length - self.first
         self.k[:, start : start + k.shape[1]] = k
         self.v[:, start : start + k.shape[1]] = v
         self.length += k.shape[1]
 
     def advance(self) -> int:
-        """Offload the blocks that left the local window; returns the bytes written to the host."""
+        """Offload the blocks that left the local window; return the bytes written to the host."""
         size, sink = self.budget.size, self.budget.sink
         first = max(0, self.budget.count(self.length) - self.budget.window) * size
         return self._leave(first, range(self.num_blocks, max(0, first // size - sink)))
 
     def recall(self, blocks: Tensor) -> tuple[list[int], int]:
-        """Bring `blocks` [k], k <= slots, to the device and attend to these from now on.
+        """Bring `blocks` [k], k <= slots, to the device; attention reads them from now on.
 
         Returns the misses of each KV head, the same for all, and the bytes moved.
         """
@@ -318,7 +313,7 @@ class BlockCache(LayerCache):
         return [missing] * self.slots.shape[1], missing * self.pool.page_bytes
 
     def bring(self, blocks: Tensor) -> Tensor:
-        """Do so, and say which of the blocks were missing: [m]."""
+        """Bring blocks to the device, like `recall`; return the indices of the missing ones: [m]."""
         resident = self.resident[: self._open]
         if serves(resident, blocks, dtype=torch.int64, numbers=self.slots.numel()):
             self.chosen, absent = page_table.place(resident, blocks, self.pool.num_pages)
@@ -330,10 +325,10 @@ class BlockCache(LayerCache):
         return absent
 
     def keep(self, k: Tensor, v: Tensor, first: int) -> None:
-        """Attend to other tokens from now on, too: k and v [Hk, n, d] at positions from `first` on.
+        """Attend to further tokens from now on: k and v [Hk, n, d] at positions from `first` on.
 
-        Of the last slots they take as many as `layout.beside`, before a block is there; of more than these hold, the
-        last ones are kept.
+        They take up to `layout.beside` of the last slots, before any block is there. If they do not fit, the last
+        tokens are kept.
         """
         size = self.budget.size
         n = self.kept = min(k.shape[1], min(self.layout.beside, len(self.slots)) * size)
@@ -341,7 +336,7 @@ class BlockCache(LayerCache):
             return
         positions = torch.arange(first + k.shape[1] - n, first + k.shape[1], device=k.device)
         for part, x in enumerate((self._rotate_to(self.unrotate(k, first)[:, -n:], positions), v[:, -n:])):
-            whole = pad(x, (0, 0, 0, -n % size))  # tokens, up to the edge of a slot
+            whole = pad(x, (0, 0, 0, -n % size))  # padded to whole slots
             self.slots[self._open :, :, part] = paged(whole, size).transpose(0, 1)
 
     def unrotate(self, x: Tensor, first: int) -> Tensor:
@@ -351,10 +346,10 @@ class BlockCache(LayerCache):
         return self.rotary.unrotate(x, torch.arange(first, first + x.shape[1], device=x.device))
 
     def attend_newest(self, q: Tensor, softmax: Softmax, plain: Tensor | None = None) -> Tensor:
-        """Attend with the newest m tokens q [H, m, d] to sinks, recalled blocks and near tokens -> [H, m, d].
+        """Attend with the newest m tokens q [H, m, d] to sinks, recalled blocks and near tokens; return [H, m, d].
 
-        The weights that near tokens get are added to their mass. `plain` are the queries without their rotation, where
-        they are known.
+        The weights that near tokens receive are added to their mass. `plain` are the queries without rotation, if
+        known.
         """
         near, sinks = self.length - self.first, min(self.first, self.sink_k.shape[1])
         slots, tokens = self.chosen, len(self.chosen) * self.budget.size + self.kept
@@ -374,7 +369,7 @@ class BlockCache(LayerCache):
         return out
 
     def settled(self) -> list[Settled]:
-        """A block's key stays."""
+        """Return the keys of blocks, which do not change."""
         return [Settled(self.keys, 0, self.num_blocks)]
 
     @override
@@ -400,11 +395,11 @@ class BlockCache(LayerCache):
 
     @property
     def _open(self) -> int:
-        """How many slots, from the first on, are for blocks."""
+        """Number of slots, from the first on, that are for blocks."""
         return len(self.slots) - self.kept_blocks
 
     def _leave(self, first: int, blocks: range) -> int:
-        """Let the tokens before `first` leave the near ones, `blocks` among them; returns the bytes written."""
+        """Move the tokens before `first`, including `blocks`, away from the near ones; return the bytes written."""
         leaving = first - self.first
         if leaving <= 0:
             return 0
@@ -429,9 +424,9 @@ class BlockCache(LayerCache):
         return written
 
     def _represent(self, blocks: range, first: int, k: Tensor, mass: Tensor) -> None:  # noqa: ARG002
-        """Make the keys of `blocks`, whose tokens from position `first` on have k [Hk, n, d], un-rotated, and a `mass`.
+        """Compute the keys of `blocks`, whose tokens from position `first` on have un-rotated k [Hk, n, d].
 
-        The mass [n] is the attention that they got.
+        `mass` [n] is the attention that these tokens received.
         """
         size = self.budget.size
         by_token = paged(k, size).permute(1, 2, 0, 3)  # [blocks, p, Hk, d]
@@ -440,7 +435,7 @@ class BlockCache(LayerCache):
         self.keys[blocks.start : blocks.stop] = by_token[rows, tokens].mean(1)
 
     def _offload(self, page: int, k: Tensor, v: Tensor) -> int:
-        """Write consecutive pages from `page` on to the host, k (un-rotated) and v [Hk, n * p, d] -> bytes."""
+        """Write consecutive pages from `page` on to the host, k (un-rotated) and v [Hk, n * p, d]; return the bytes."""
         size, stop = self.budget.size, page + k.shape[1] // self.budget.size
         paged_k, paged_v = paged(k, size).to(self.keys.dtype), paged(v, size)  # [Hk, n, p, d]
         written = self.pool.write(page, paged_k, paged_v)
@@ -453,7 +448,7 @@ class BlockCache(LayerCache):
         return written
 
     def _fill_slots(self, slots: Tensor, blocks: Tensor) -> None:
-        """Have it that blocks [m], keys un-rotated, lie in slots [m]."""
+        """Register blocks [m], keys un-rotated, in slots [m], and rotate their keys unless positions are capped."""
         size = self.budget.size
         self.resident[slots] = blocks
         if self.layout.positions == "original" and len(slots):
@@ -477,6 +472,6 @@ class BlockCache(LayerCache):
         if plain is None:
             plain = self.unrotate(q, self.length - q.shape[1])
         distance = torch.full((q.shape[1],), self.cap, device=q.device)
-        if self.rotary.attention_scaling != 1:  # the keys, not being rotated, lack theirs: the queries get it
+        if self.rotary.attention_scaling != 1:  # un-rotated keys lack theirs: the queries get it
             plain = self.rotary.rotate(plain, torch.zeros_like(distance))
         return self.rotary.rotate(plain, distance).to(q.dtype)

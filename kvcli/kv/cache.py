@@ -1,4 +1,4 @@
-"""What every layer's cache offers, and the one that keeps every token and selects nothing.
+"""The interface of a layer's cache, and the cache that keeps every token and selects nothing.
 
 A cache holds the keys and values of one layer of one sequence. Keys on the device are post-RoPE. Shapes: H query heads,
 Hk KV heads, d head dimension, s tokens of a prompt.
@@ -27,22 +27,22 @@ from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.memory.tiers import Tiers as Tiers
 
-# Caches laid out in slots (`kvcli.kernels.page_table`), for pipelines that run a whole batch by kernels.
-
 NEVER = 2**31 - 1
 """More tokens than a sequence can have."""
 
 
 class LayerSlots(NamedTuple):
-    """The tensors of a cache of one layer and one sequence: keys and values kv [2, Hk, rows, d] on the device.
+    """A cache laid out in slots (`kvcli.kernels.page_table`): keys and values kv [2, Hk, rows, d] on the device.
 
-    `in_place`: the rows are those of all tokens in order. `on_host`: kv lies in host memory instead, token by token,
-    and the layer comes to the device whole. What else the layer has on the device is in `tensors`, by name: among them
-    `resident` [Hk, selected] int32, the page in each selected slot, where pages come from host memory, in which they
-    lie in `pieces`, quantised where there is a `format`, with `sizes` [Hk, d] of channels where keys need them. Of the
-    tokens seen, `dropped` are not held, and never more than `most`, nor those before the last multiple of `period` that
-    there was before the newest. A layer chooses once `active_from` tokens are seen, by default when it has outgrown its
-    slots. Pages go to the slots of `into` where these are not those of the layout.
+    - `in_place`: the rows are those of all tokens in order.
+    - `on_host`: kv lies in host memory instead, token by token, and the layer comes to the device whole.
+    - `tensors`: the layer's other device tensors, by name. Where pages come from host memory, `resident`
+      [Hk, selected] int32 is the page in each selected slot.
+    - `pieces`: the pages in host memory, quantised if there is a `format`, with `sizes` [Hk, d] of channels if needed.
+    - `dropped`: how many of the tokens seen are not held. Never more than `most` are held, nor those before the last
+      multiple of `period` below the newest token.
+    - `active_from`: the number of tokens from which a layer chooses, by default when it has outgrown its slots.
+    - `into`: the layout of the slots that pages go to, if it is not `layout`.
     """
 
     kv: Tensor
@@ -62,7 +62,7 @@ class LayerSlots(NamedTuple):
 
 
 def both(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of kv [t, ..]: one and the same tensor where tokens have one part."""
+    """Return keys and values of kv [t, ..]: one and the same tensor where tokens have one part."""
     return kv[0], kv[-1]
 
 
@@ -75,64 +75,64 @@ def token_mask(k: Tensor, length: int, *tokens: range) -> Tensor:
 
 
 class LayerCache(ABC):
-    """KV of one layer of one sequence."""
+    """The KV of one layer of one sequence."""
 
     length: int
     """Tokens seen so far, whether still held or not."""
     lends: ClassVar[bool] = False
-    """Whether the device holds a prompt's keys and values as they come, so that they can be collected there."""
+    """Whether the device holds a prompt's keys and values unchanged, so that they can be collected in place."""
 
     readers: int = 1
-    """Query heads of a KV head that choose for themselves."""
+    """Query heads of a KV head that select on their own."""
     pool: HostPagePool | None = None
-    """Its pages in host memory, where that is where it keeps them."""
+    """The pages in host memory, if the cache keeps any there."""
 
     @property
     def disk(self) -> DiskBlocks | None:
-        """What of it lies on a disk; None where nothing does."""
+        """The blocks that lie on a disk; None without any."""
         return None if self.pool is None else self.pool.on_disk
 
     @abstractmethod
     def load(self, k: Tensor, v: Tensor) -> int:
-        """Store a prompt k, v [Hk, s, d], s >= 1, of which copies are made; returns the bytes written to the host."""
+        """Store copies of a prompt's k, v [Hk, s, d], s >= 1; return the bytes written to the host."""
 
     def take(self, k: Tensor, v: Tensor) -> int:  # noqa: ARG002
-        """Store what can leave already of a prompt that goes on: k, v [Hk, m, d] are its first m tokens.
+        """Store what can already leave of an unfinished prompt: k, v [Hk, m, d] are its first m tokens.
 
-        May be called before `load`, with ever more tokens; `load` then stores the rest. Returns the bytes written to
-        the host. Here all waits for `load`.
+        May be called before `load`, with more tokens each time; `load` then stores the rest. Returns the bytes written
+        to the host. By default everything waits for `load`.
         """
         return 0
 
     @property
     def first_part(self) -> int:
-        """How many of a prompt's first tokens `take` has to get together, if it gets any."""
+        """The fewest first tokens of a prompt that `take` must get at once, if it is called."""
         return 0
 
     def waiting(self) -> Sequence[Tensor]:
-        """Give tensors on the device that may wait in host memory while other layers are read; see `Waits`."""
+        """Return device tensors that may wait in host memory while other layers are read; see `Waits`."""
         return ()
 
     def lend(self, length: int) -> Tensor | None:  # noqa: ARG002
-        """Lend rows [t, Hk, length, d] to collect a prompt's KV in; None where this never `lends`."""
+        """Lend rows [t, Hk, length, d] to collect a prompt's KV in; None for caches that never lend (`lends`)."""
         return None
 
     @abstractmethod
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token k, v [Hk, d]; returns the bytes written to the host."""
+        """Store the current token's k, v [Hk, d]; return the bytes written to the host."""
 
     def rewind(self, length: int) -> None:
-        """Forget the tokens from `length` on; for a cache that holds all of them, or whose rows are put back after."""
+        """Forget the tokens from `length` on; only if all tokens are held, or the rows are restored afterwards."""
         self.length = length
 
     @abstractmethod
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to all that the device holds -> [H, d]."""
+        """Attend with q [H, d] to everything on the device; return [H, d]."""
 
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
-        """Attend with q [H, d] to what is `selected` [Hk, k], which the device holds by now, and what always is.
+        """Attend with q [H, d] to `selected` [Hk, k], which the device holds by now, and to sink and window.
 
-        Here that is all on the device.
+        By default that is everything on the device.
         """
         return self.attend(q, softmax)
 
@@ -145,35 +145,35 @@ class LayerCache(ABC):
         """Count the bytes allocated; works on the meta device."""
 
     def share(self, other: LayerCache, tokens: int) -> None:  # noqa: B027
-        """Refer to what another cache of this kind holds in host memory of the same first `tokens` tokens.
+        """Refer to the first `tokens` tokens that another cache of this kind holds in host memory.
 
-        Here there is nothing to share. To be called before `load`; the other cache is loaded first.
+        By default there is nothing to share. Call it before `load`, and after the other cache is loaded.
         """
 
     def share_pages(self, pages: HostPagePool, tokens: int) -> bool:  # noqa: ARG002
-        """Refer to pages that hold the first `tokens` tokens' keys and values, as `share` does; tell whether it can."""
+        """Refer to pages that hold the first `tokens` tokens, as `share` does; return whether that is possible."""
         return False
 
     @property
     def keeps_form(self) -> bool:
-        """Whether its tensors keep their form for all tokens to come, so that steps over slots can go on to the end."""
+        """Whether tensors keep their form for all further tokens, so that steps over slots can go on to the end."""
         return True
 
     def as_slots(self) -> LayerSlots | None:
-        """Lay the cache out in slots and return its tensors, None where it has no such form.
+        """Lay the cache out in slots and return its tensors; None if it has no such form.
 
-        The caller owns them from then on; only `adopt_slots` and `footprint` may be called afterwards.
+        The caller owns the tensors from then on; only `adopt_slots` and `footprint` may be called afterwards.
         """
         return None
 
     def adopt_slots(self, slots: LayerSlots) -> None:  # noqa: ARG002
-        """Hold these tensors, equal to those that `as_slots` returned, in their place."""
+        """Hold these tensors, equal to those that `as_slots` returned, instead of them."""
         raise RuntimeError(f"{type(self).__name__} has no slots")
 
     def traffic(self, length: int) -> Traffic:  # noqa: ARG002
-        """Count what a step moves once `length` tokens were seen; works on the meta device.
+        """Estimate what a step moves once `length` tokens were seen; works on the meta device.
 
-        Here a step reads all that the device holds, which is right for a cache that keeps no more than it attends to.
+        By default a step reads everything on the device, which is right for a cache that keeps only what it attends to.
         """
         return Traffic(attended=self.footprint().device)
 
@@ -197,13 +197,13 @@ class ResidentCache(LayerCache):
 
 
 class DenseCache(ResidentCache):
-    """Every token, in order; as many rows as the sequence gets tokens."""
+    """Every token, in order, with one row for each."""
 
     lends: ClassVar[bool] = True
     lent = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lend no rows where `load` is another one, which may read what it writes over, unless the class says so."""
+        """Lend no rows where `load` is overridden, unless the class says so: it may read what it overwrites."""
         super().__init_subclass__(**kwargs)
         if "load" in vars(cls) and "lends" not in vars(cls):
             cls.lends = False
@@ -236,13 +236,13 @@ class DenseCache(ResidentCache):
         return decode_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
 
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally -> [H, n, d]."""
+        """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally; return [H, n, d]."""
         start, self.length = self.length, self.length + k.shape[1]
         self.k[:, start : self.length], self.v[:, start : self.length] = k, v
         return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
 
     def settled(self) -> list[Settled]:
-        """Tokens stay as they came."""
+        """Return the tokens, which do not change."""
         return [Settled(self.kv, 2, self.length)]
 
     @override

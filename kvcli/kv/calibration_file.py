@@ -1,4 +1,4 @@
-"""The safetensors files that a calibration writes: one tensor `layer.{index}` for each layer, or one in all."""
+"""Read the safetensors files that a calibration writes: one tensor `layer.{index}` per layer, or a single one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from kvcli.errors import ExitCode, KvcliError
 
 
 class CalibrationMatrices:
-    """The matrices of a file, read from it one layer at a time.
+    """The matrices of a calibration file, read one layer at a time.
 
     Raises:
         KvcliError: the file does not hold a tensor of the given shape for each layer (usage).
@@ -45,10 +45,10 @@ def check_file(path: str, shapes: Mapping[str, tuple[int, ...]], kind: str) -> N
     """Check by its header that a file holds these tensors; `kind` is the name of their kind in `kvcli calibrate`.
 
     Raises:
-        KvcliError: there is no such file, it is no safetensors file, or it belongs to another model (usage).
+        KvcliError: the file is missing, is not a safetensors file, or belongs to another model (usage).
     """
     try:
-        Path(path).open("rb").close()  # whose error says what is wrong, where safetensors' does not
+        Path(path).open("rb").close()  # its error says what is wrong; safetensors' does not
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             for name, shape in shapes.items():
@@ -60,7 +60,7 @@ def check_file(path: str, shapes: Mapping[str, tuple[int, ...]], kind: str) -> N
     except OSError as error:
         raise _refused(path, kind, str(error.strerror)) from None
     except SafetensorError as error:
-        told = shorten(str(error), 160, placeholder=" ...")  # some quote what they found, at any length
+        told = shorten(str(error), 160, placeholder=" ...")  # some quote file contents of any length
         raise _refused(path, kind, f"not a safetensors file ({told})") from None
 
 

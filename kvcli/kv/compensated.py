@@ -1,4 +1,4 @@
-"""Heads that keep one token for all that they drop, beside heads that keep everything (RazorAttention, 2407.15891)."""
+"""Caches of RazorAttention: heads that keep one token for all they drop, next to heads that keep everything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvcli.memory.tiers import Footprint, Traffic, nbytes
 
 
 class CompensatedCache(SlidingCache):
-    """On the device: sinks and a window, and the mean key and mean value [Hk, d] of the tokens between them, in fp32.
+    """Sinks and a window on the device, and mean key and value [Hk, d], in fp32, of the tokens between them.
 
-    The means make up the paper's compensation token (section 3.2).
+    The means make up the paper's compensation token (arXiv 2407.15891, section 3.2).
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, window: int, tiers: Tiers, sink: int = 0):
@@ -38,7 +38,7 @@ class CompensatedCache(SlidingCache):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token; the one that falls out of the window joins the means."""
+        """Store the current token; the one that leaves the window joins the means."""
         if self.length >= self.sink + self.window:
             row = self.row_of(self.length)
             for mean, kept in ((self.mean_k, self.k), (self.mean_v, self.v)):
@@ -47,7 +47,7 @@ class CompensatedCache(SlidingCache):
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to the tokens held and to the compensation token, which weighs as all the tokens that it replaces."""
+        """Attend to the held tokens and to the compensation token, which counts as all the tokens that it replaces."""
         if not self.dropped:
             return super().attend(q, softmax)
         return compensated_attention(q, *self.resident(), self.mean_k, self.mean_v, self.dropped, softmax)
@@ -92,7 +92,7 @@ class HeadSplitCache(LayerCache):
 
     @override
     def attended(self) -> Tensor:
-        """Mark the tokens attended to; the compensation token is none of them."""
+        """Mark the tokens attended to, without the compensation token."""
         order = torch.cat([heads for heads, _ in self.parts])
         return torch.cat([part.attended() for _, part in self.parts])[order.argsort()]
 
@@ -108,13 +108,13 @@ class HeadSplitCache(LayerCache):
 def compensated_attention(
     q: Tensor, k: Tensor, v: Tensor, mean_k: Tensor, mean_v: Tensor, count: int, softmax: Softmax
 ) -> Tensor:
-    """Attend to resident keys and to one token that stands for the N = `count` dropped (arXiv 2407.15891, equation 5).
+    """Attend to resident keys and one token that stands for N = `count` dropped ones (arXiv 2407.15891, equation 5).
 
         out_h = (sum_j e^(s_hj) v_j + N e^(t_h) v') / (sum_j e^(s_hj) + N e^(t_h) + e^sink)
         s_hj = f(scale * q_h . k_j)      t_h = f(scale * q_h . k')
 
-    k', v' [Hk, d] are the means of the N >= 1 dropped keys and values, so the token weighs as if each of them were it:
-    log N is added to its score. f is the model's softcap. q [H, d], k, v [Hk, n, d] -> [H, d].
+    k', v' [Hk, d] are the means of the N >= 1 dropped keys and values. The token counts N times: log N is added to its
+    score. f is the model's softcap. q [H, d], k, v [Hk, n, d] -> [H, d].
     """
     heads = q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
     often = mean_k.new_full((len(k), 1, 1), math.log(count), dtype=torch.float32)

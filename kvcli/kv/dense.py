@@ -1,8 +1,8 @@
-"""The newest tokens of a layer as the model made them, where host memory holds all of them rounded.
+"""Tokens of a layer in order, on the device or in host memory; and the newest ones unrounded next to quantised KV.
 
-A token is read most while it is new: what is being written is copied from and continued, and an error there is made
-again with every token. So the literature keeps a residual of recent tokens (KIVI, arXiv 2402.02750, section 3.2). Which
-tokens these are moves with the text, so that they lie in a ring.
+A token is read most while it is new: recent text is copied and continued, and an error there is repeated with every
+token. So the literature keeps a residual of recent tokens (KIVI, arXiv 2402.02750, section 3.2). The set of recent
+tokens moves with the text, so they lie in a ring.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,18 +23,18 @@ from kvcli.memory.tiers import Footprint, Tiers, Traffic, nbytes
 from kvcli.sizes import slices
 
 RECENT = 128
-"""Tokens that are kept so: KIVI's residual length."""
+"""Tokens that are kept unrounded: KIVI's residual length."""
 
 
 class RecentTokens:
-    """The tokens from `first` to `end`, at most RECENT of them, in rows kv [t, n, Hk, d] of the device."""
+    """The tokens from `first` to `end`, at most RECENT of them, in rows kv [t, n, Hk, d] on the device."""
 
     def __init__(self, capacity: int, num_kv_heads: int, head_dim: int, tiers: Tiers):
         self.first = self.end = 0
         self.kv = tiers.on_device(tiers.parts, min(RECENT, capacity), num_kv_heads, head_dim)
 
     def put(self, start: int, parts: Sequence[Tensor]) -> None:
-        """Take tokens from `start` on, keys and values [n, Hk, d], which come behind those that are here."""
+        """Store tokens from `start` on, keys and values [n, Hk, d], which follow those stored."""
         size, count = self.kv.shape[1], len(parts[0])
         if start != self.end:
             self.first = start
@@ -50,12 +50,12 @@ class RecentTokens:
         self.first = min(self.first, self.end)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Copy their keys and values, in order: [Hk, n, d] each."""
+        """Return copies of their keys and values, in order: [Hk, n, d] each."""
         k, v = self.kv[:, self._rows(range(self.first, self.end))].transpose(1, 2)
         return k, v
 
     def restore(self, kv: Tensor, held: int) -> None:
-        """Put them in the place of the same rows of kv [t, rows, Hk, d], of which `held` are tokens."""
+        """Write them over the same rows of kv [t, rows, Hk, d], of which `held` are tokens."""
         tokens = range(self.first, min(self.end, held))
         rows = self._rows(tokens)
         for target, mine in zip(kv, self.kv, strict=True):
@@ -69,17 +69,14 @@ class RecentTokens:
         return torch.arange(tokens.start, max(tokens.start, tokens.stop), device=self.kv.device) % self.kv.shape[1]
 
 
-# A layer whose tokens lie in order, one after another, on the device or in host memory.
-
-
 class TokenMajorCache(LayerCache):
     """Every token, kv [t, capacity, Hk, d], on the device or, with `offload`, in host memory.
 
-    Any range of tokens is contiguous and crosses the bus in one piece; in one memory, where none does, it is the tokens
-    of a head that lie together, which attention reads faster. Quantised in host memory (`Tiers.kv_dtype`), a token of a
-    KV head is a block of bytes, kv [1, capacity, Hk, bytes], and the `recent` ones are on the device as they were made,
-    too. Where there is a disk and host memory has no room for all of it, kv holds nothing: tokens are the blocks
-    `on_disk`, the first ones in host memory as well.
+    Any range of tokens is contiguous and crosses the bus in one piece. In one memory, without a bus, the tokens of a
+    head are contiguous instead, which attention reads faster. Quantised in host memory (`Tiers.kv_dtype`), a token of a
+    KV head is a block of bytes, kv [1, capacity, Hk, bytes], and the `recent` tokens are also on the device, unrounded.
+    With a disk, if host memory has no room for everything, kv holds nothing: tokens are blocks `on_disk`, the first
+    ones in host memory as well.
     """
 
     on_disk: DiskBlocks | None = None
@@ -88,8 +85,8 @@ class TokenMajorCache(LayerCache):
     kv: Tensor
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, tiers: Tiers, offload: bool):
-        self.length = self.held = 0  # tokens seen; tokens kept of them
-        self.taken = 0  # of a prompt that is not all there yet
+        self.length = self.held = 0  # tokens seen; tokens held
+        self.taken = 0  # tokens stored of an unfinished prompt
         self.tiers, self.offload = tiers, offload
         self.format = BlockFormat.of(tiers.kv_dtype, 2, 1, head_dim) if offload else None
         self.token_shape = (num_kv_heads, head_dim)
@@ -123,7 +120,7 @@ class TokenMajorCache(LayerCache):
         return self.append_window(k[:, None], v[:, None])
 
     def append_window(self, k: Tensor, v: Tensor) -> int:
-        """Store n tokens k, v [Hk, n, d] behind the others; returns the bytes written to the host."""
+        """Append n tokens k, v [Hk, n, d]; return the bytes written to the host."""
         start, n = self.held, k.shape[1]
         self._put(slice(start, start + n), [x.transpose(0, 1) for x in (k, v)])
         self.length += n
@@ -138,11 +135,11 @@ class TokenMajorCache(LayerCache):
 
     @property
     def in_place(self) -> bool:
-        """Whether tokens can be attended to where they lie."""
+        """Whether attention can read the tokens in place."""
         return (self.tiers.one_memory or not self.offload) and self.format is None and self.on_disk is None
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """View keys and values [Hk, held, d] in their place."""
+        """View keys and values [Hk, held, d] in place."""
         return both(self.kv[:, : self.held].transpose(1, 2))
 
     def fetch(self) -> tuple[Tensor, Tensor, int]:
@@ -156,11 +153,11 @@ class TokenMajorCache(LayerCache):
         return kv[0].transpose(0, 1), kv[-1].transpose(0, 1), self._moved(self.held)
 
     def read(self, tokens: slice, kv: Tensor) -> None:
-        """Bring `tokens`, as they are held, to the same rows of kv [t, rows, Hk, d] on the device.
+        """Copy `tokens`, dequantised, to the same rows of kv [t, rows, Hk, d] on the device.
 
-        From pinned memory it is queued.
+        From pinned memory the copy is queued.
         """
-        queued, like = self.on_disk is None, kv[0]  # what comes from a disk lies there until the next part comes
+        queued, like = self.on_disk is None, kv[0]  # a disk's buffer is overwritten by the next part
         for first, held in self._parts(tokens):  # [t, n, Hk, d] or [1, n, Hk, bytes]
             if self.format is None:
                 for target, rows in zip(kv, held, strict=True):
@@ -174,18 +171,18 @@ class TokenMajorCache(LayerCache):
                     numbers = kv[:, rows].movedim(0, 2).view(len(blocks), -1, 1, like.shape[2])
                     self.format.dequantise(blocks, numbers, self.sizes)
                     continue
-                numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])  # keys that are values, too
+                numbers = like.new_empty(len(blocks), 2, 1, like.shape[2])  # latents: the keys are the values
                 self.format.dequantise(blocks, numbers, self.sizes)
                 kv[0, rows] = numbers[:, 0].view(-1, *self.token_shape)
 
     def reads_in_place(self, q: Tensor) -> bool:
-        """Tell whether `attend_in_place` serves q [H, d]: on a CPU, where bytes lie in host memory."""
+        """Return whether `attend_in_place` serves q [H, d]: on a CPU, with quantised KV in host memory."""
         if self.recent is None or self.on_disk is not None or self.tiers.parts != 2 or self.recent.end != self.held:
             return False
         return attend_blocks_suits(q, self.kv[0, : self.recent.first])
 
     def attend_in_place(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to bytes as they are held, and to recent tokens as they were made -> [H, d]."""
+        """Attend with q [H, d] to quantised tokens in place, and to recent tokens unrounded; return [H, d]."""
         assert self.recent is not None
         assert self.format is not None
         assert self.sizes is not None
@@ -193,7 +190,7 @@ class TokenMajorCache(LayerCache):
         return attend_blocks(q, self.kv[0, : self.recent.first], self.format, self.sizes, k, v, softmax)
 
     def restore_recent(self, kv: Tensor) -> None:
-        """Have the recent tokens in kv [t, rows, Hk, d], to which all were read, be as they were made."""
+        """Replace the recent tokens in kv [t, rows, Hk, d], to which all were read, by their unrounded values."""
         if self.recent is not None:
             self.recent.restore(kv, self.held)
 
@@ -203,7 +200,7 @@ class TokenMajorCache(LayerCache):
         return decode_attention(q, k, v, softmax)
 
     def settled(self) -> list[Settled]:
-        """Tokens stay as they came."""
+        """Return the tokens, which do not change."""
         return [] if self.on_disk is not None else [Settled(self.kv, 1, self.held)]
 
     @override
@@ -215,7 +212,7 @@ class TokenMajorCache(LayerCache):
     def as_slots(self) -> LayerSlots | None:
         if not self.offload or self.format is not None or self.on_disk is not None:
             return None
-        self.kv = self.kv.contiguous()  # where it is in one memory, it does not lie so yet
+        self.kv = self.kv.contiguous()  # in one memory it is head-major
         return LayerSlots(self.kv.transpose(1, 2), SlotLayout.everything(self.kv.shape[1]), on_host=True)
 
     @override
@@ -235,15 +232,15 @@ class TokenMajorCache(LayerCache):
         return Traffic(attended, recalled=0 if self.in_place else length * nbytes(self.kv[:, :1]))
 
     def _fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
-        """Put tokens [Hk, n, d] from the `first` on into their rows; from a GPU to pinned memory this queues copies."""
-        # The layout changes on the device, so that contiguous copies cross the bus; a little at a time, for room.
+        """Write tokens [Hk, n, d] from `first` on to their rows; from a GPU to pinned memory, copies are queued."""
+        # The layout changes on the device, so that contiguous copies cross the bus; in parts, to save memory.
         in_parts = self.offload and (k.is_cuda or self.format is not None or self.on_disk is not None)
         for part in slices(k.shape[1] - first, self._at_once() if in_parts else max(1, k.shape[1])):
             tokens = slice(first + part.start, first + part.stop)
             self._put(tokens, [x[:, tokens].transpose(0, 1) for x in (k, v)])
 
     def _put(self, tokens: slice, parts: Sequence[Tensor]) -> None:
-        """Put keys and values [n, Hk, d] into rows `tokens`."""
+        """Write keys and values [n, Hk, d] to rows `tokens`."""
         if self.format is not None:
             assert self.recent is not None
             assert self.sizes is not None
@@ -266,7 +263,7 @@ class TokenMajorCache(LayerCache):
             rows[tokens].copy_(x.contiguous() if self.offload and x.is_cuda else x, non_blocking=True)
 
     def _at_once(self) -> int:
-        """Tokens that are on their way at once; of blocks less, which are worked out in fp32, in several steps."""
+        """Return how many tokens are in flight at once; fewer if quantised, which takes several steps in fp32."""
         token = nbytes(self.kv[:, :1])
         return max(1, OFFLOAD_BYTES // token if self.format is None else OFFLOAD_BYTES // 8 // token)
 
@@ -294,7 +291,7 @@ class TokenMajorCache(LayerCache):
         return kv
 
     def _parts(self, tokens: slice) -> Iterator[tuple[int, Tensor]]:
-        """Give `tokens` of host memory or of the disk, each part with its first: [t, n, Hk, d] or [1, n, Hk, bytes]."""
+        """Iterate over `tokens` in host memory or on disk: first token, and [t, n, Hk, d] or [1, n, Hk, bytes]."""
         if self.on_disk is None:
             yield tokens.start, self.kv[:, tokens]
             return
@@ -302,5 +299,5 @@ class TokenMajorCache(LayerCache):
             yield first, rows[None] if self.format is not None else rows.transpose(0, 1)
 
     def _moved(self, tokens: int) -> int:
-        """Bytes of so many tokens that cross to or from the host: none where the cache is on the device."""
+        """Return the bytes of `tokens` tokens that cross to or from the host: 0 if the cache is on the device."""
         return nbytes(self.kv[:, :tokens]) if self.offload else 0

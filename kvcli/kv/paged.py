@@ -1,4 +1,4 @@
-"""A layer wholly on the device that is attended to by pages, selected by their summaries (Quest, arXiv 2406.10774)."""
+"""Caches attended to by pages, which summaries select: all on the device (Quest), or offloaded (FreeKV, ArkVale)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvcli.sizes import slices
 
 
 class ResidentPageCache(PagedCache, DenseCache):
-    """On the device: k, v [Hk, pages * p, d] of every token, and the summaries of all full pages."""
+    """Keys and values k, v [Hk, pages * p, d] of every token on the device, and the summaries of all full pages."""
 
     lends = True
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers, readers: int = 1
     ):
-        """Make room; each of `readers` query heads of a KV head chooses for itself, or all together where it is 1."""
+        """Allocate; each of `readers` query heads of a KV head selects on its own, or all together if it is 1."""
         num_pages = budget.count(capacity)
         super().__init__(num_kv_heads, head_dim, num_pages * budget.size, tiers)
         self.budget = budget
@@ -66,7 +66,7 @@ class ResidentPageCache(PagedCache, DenseCache):
 
     @override
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to sink, window and `selected` pages [Hk, k], or [H, k] of each query head -> [H, d]."""
+        """Attend with q [H, d] to sink, window and `selected` pages [Hk, k], or [H, k] by query head; return [H, d]."""
         self.chosen = selected
         size = self.budget.size
         sink, window = slice(self.candidates.start * size), slice(self.candidates.stop * size, self.length)
@@ -102,11 +102,8 @@ class ResidentPageCache(PagedCache, DenseCache):
             self.summaries.fill(first, paged(self.k[:, first * size : last * size], size))
 
 
-# A layer whose full KV lies in host memory while the device holds a budget of pages (FreeKV, section 4; ArkVale).
-
-
 class OffloadedPageCache(PagedCache, LayerCache):
-    """In host memory: the pool of all full pages. On the device: their summaries, the slots and the page table.
+    """All full pages in host memory (`pool`); summaries, slots and page table on the device (FreeKV, section 4).
 
     The page table is `resident` [Hk, selected], the page in each selected slot, or EMPTY.
     """
@@ -124,7 +121,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         layout: HostLayout = "hnd",
     ):
         self.length = 0
-        self.taken = 0  # pages of a prompt that is not all there yet
+        self.taken = 0  # pages stored of an unfinished prompt
         self.budget = budget
         num_pages = budget.count(capacity)
         kept = 0 if budget.sink else 1  # sinks are on the device
@@ -134,7 +131,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.summaries = PageSummaries(num_kv_heads, head_dim, num_pages, tiers, digest)
         self.kv = tiers.on_device(tiers.parts, num_kv_heads, budget.total, budget.size, head_dim)
         self.resident = tiers.on_device(num_kv_heads, budget.selected, dtype=torch.int64)  # page in each selected slot
-        self.coming: Misses | None = None  # recalled for later: resident, and not yet in its slots
+        self.coming: Misses | None = None  # recalled for later: resident, but not in its slots yet
 
     @override
     def share(self, other: LayerCache, tokens: int) -> None:
@@ -151,7 +148,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
-        """Summarise the pages that are full, and write them to the host."""
+        """Summarise the full pages and write them to the host."""
         size, first = self.budget.size, self.taken
         self.taken = k.shape[1] // size
         new_k, new_v = (paged(x[:, first * size : self.taken * size], size) for x in (k, v))
@@ -175,7 +172,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token; a page that it fills is summarised and written to the host."""
+        """Store the current token; summarise a page that it fills, and write it to the host."""
         page, row = divmod(self.length, self.budget.size)
         if row == 0 and page >= self.budget.total:
             self._advance_window()
@@ -192,9 +189,8 @@ class OffloadedPageCache(PagedCache, LayerCache):
     def recall(self, selected: Tensor, heads: Tensor | None = None, later: bool = False) -> tuple[list[int], int]:
         """Bring the missing pages of `selected` [Hk, k] to the device, in place of those no longer selected.
 
-        Only the KV heads marked in `heads` [Hk], where it is given, change their pages. What is for `later`, no
-        attention of this step, is read from a disk beside the run. Returns the misses of each KV head and the bytes
-        moved.
+        Only the KV heads marked in `heads` [Hk], if given, change their pages. With `later`, no attention of this step
+        needs the pages, and a disk is read asynchronously. Returns the misses of each KV head and the bytes moved.
         """
         self._arrive()
         if heads is not None:
@@ -226,7 +222,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
 
     @override
     def as_slots(self) -> LayerSlots:
-        """Lay the cache out in slots, where the window is a ring."""
+        """Lay the cache out in slots; the window becomes a ring."""
         budget = self.budget
         first, passed = budget.sink + budget.selected, max(0, budget.count(self.length) - budget.total)
         self.kv[:, :, first:] = self.kv[:, :, first:].roll(passed % budget.window, 2)
@@ -256,7 +252,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         return replace(self.summaries.traffic(self.budget, length), attended=attended, recalled=recalled)
 
     def _hold_first_pages(self) -> None:
-        """Say that slots hold the first pages; what the host holds otherwise has to be fetched once it is selected."""
+        """Register the first pages as resident, unless the host holds them in another form: then they are fetched."""
         first = self.budget.sink
         pages = torch.arange(first, first + self.budget.selected, device=self.resident.device)
         self.resident[:] = pages if self.pool.format is None else EMPTY
@@ -266,19 +262,19 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self.pool.bring(misses.pages, misses.heads, self.kv, misses.slots + self.budget.sink)
 
     def _arrive(self) -> None:
-        """Bring what was recalled for later."""
+        """Fetch what was recalled for later."""
         coming, self.coming = self.coming, None
         if coming is not None:
             self._bring(coming)
 
     def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
-        """Put `tokens` of k, v [Hk, s, d] into the rows from `slot` on."""
+        """Write `tokens` of k, v [Hk, s, d] to the rows from `slot` on."""
         rows = self.kv.flatten(2, 3)[:, :, slot * self.budget.size :]  # [t, Hk, rows, d]
         for target, source in zip(rows, (k[:, tokens], v[:, tokens]), strict=False):
             target[:, : source.shape[1]] = source
 
     def _advance_window(self) -> None:
-        """Make room for a new page: the oldest page of the window, which the host has, leaves the device."""
+        """Make room for a new page: the window's oldest page, which the host has, leaves the device."""
         first = self.budget.sink + self.budget.selected
         self.kv[:, :, first:-1] = self.kv[:, :, first + 1 :].clone()
 
@@ -290,7 +286,7 @@ def _digest_as_held(digest: Digest, form: BlockFormat, keys: Tensor) -> Tensor:
 
 
 class PageSummaries:
-    """`bounds` [Hk, num_pages, 2, d]: upper and lower bound of every channel of the keys of a page, on the device."""
+    """Page summaries on the device: `bounds` [Hk, num_pages, 2, d], upper and lower bound of each channel of keys."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, num_pages: int, tiers: Tiers, digest: Digest = page_summary):
         self.digest = digest
@@ -307,16 +303,16 @@ class PageSummaries:
         return self.bounds[:, pages.start : pages.stop]
 
     def traffic(self, budget: PageBudget, length: int) -> Traffic:
-        """Count what the selection of pages moves once `length` tokens were seen."""
+        """Estimate what the selection of pages moves once `length` tokens were seen."""
         if not budget.active(length):
             return Traffic()
         candidates = self.of(budget.candidates(length))
         return Traffic(scored=nbytes(candidates), scores=4 * candidates.shape[0] * candidates.shape[1])
 
     def settled(self) -> list[Settled]:
-        """Full pages do not change."""
+        """Return the summaries of full pages, which do not change."""
         return [Settled(self.bounds, 1, self.filled)]
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Count the bytes on the device."""
         return nbytes(self.bounds)

@@ -1,4 +1,4 @@
-"""Pages of consecutive tokens: how many a sequence has, which of them can be selected, tensors by pages."""
+"""Pages of consecutive tokens: budgets in pages, candidates for selection, tensors viewed by pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcli.kernels.page_table import SlotLayout
 class PageBudget:
     """How many pages of `size` tokens a layer and KV head attends to: sink, selected and window.
 
-    The window is the newest `window` pages, the partly filled one included, so that no token is ever hidden between
+    The window is the newest `window` pages, including the partly filled one, so that no token is ever hidden between
     the window and the pages that can be selected, and the total never exceeds the budget.
     """
 
@@ -37,35 +37,35 @@ class PageBudget:
 
     @property
     def slots(self) -> SlotLayout:
-        """Lay the pages attended to out in slots."""
+        """The layout in slots of the pages attended to."""
         return SlotLayout(self.size, self.sink, self.selected, self.window)
 
     def count(self, length: int) -> int:
-        """Pages that `length` tokens occupy."""
+        """Return the number of pages that `length` tokens occupy."""
         return -(-length // self.size)
 
     def active(self, length: int) -> bool:
-        """Tell whether something has to be left out at this length."""
+        """Return whether something has to be left out at this length."""
         return self.count(length) > self.total
 
     def tokens(self, length: int) -> int:
-        """Tokens that are attended to of `length`; the partly filled page counts with those that it has."""
+        """Return how many of `length` tokens are attended to; a partly filled page counts the tokens that it has."""
         return length - max(0, self.count(length) - self.total) * self.size
 
     def candidates(self, length: int) -> range:
-        """Pages that can be selected: neither sink nor window."""
+        """Return the pages that can be selected: neither sink nor window."""
         return range(self.sink, self.count(length) - self.window)
 
 
 class PagedCache:
-    """What caches with a page budget have in common, whether their KV is on the device or offloaded."""
+    """Shared part of caches with a page budget, whether their KV is on the device or offloaded."""
 
     budget: PageBudget
     length: int
 
     @property
     def active(self) -> bool:
-        """Tell whether the context has outgrown the budget."""
+        """Whether the context has outgrown the budget."""
         return self.budget.active(self.length)
 
     @property
@@ -75,7 +75,7 @@ class PagedCache:
 
     @property
     def selected(self) -> int:
-        """How many pages to select, once the context has outgrown the budget."""
+        """Number of pages to select, once the context has outgrown the budget."""
         return self.budget.selected
 
     def attended_pages(self, pages: Tensor, readers: int = 1) -> Tensor:
@@ -89,7 +89,7 @@ class PagedCache:
 
 
 def kv_heads(rows: Tensor, num_kv_heads: int) -> Tensor:
-    """Number the KV heads of `rows` [Hk, ..], or of rows [H, ..] of the query heads: [len(rows)]."""
+    """Return the KV head of each of `rows` [Hk, ..], or of rows [H, ..] of query heads: [len(rows)]."""
     return torch.arange(len(rows), device=rows.device) // (len(rows) // num_kv_heads)
 
 
@@ -108,22 +108,22 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def beside(x: Tensor, taken: Tensor) -> Tensor:
-    """Give tokens x [Hk, n, d] to every row of what was taken, [Hk, ..] or [H, ..]."""
+    """Expand tokens x [Hk, n, d] to the rows of `taken`, [Hk, ..] or [H, ..]."""
     return x if len(taken) == len(x) else x[kv_heads(taken, len(x))]
 
 
 def distinct(index: Tensor, num_kv_heads: int) -> list[int]:
-    """Count what each KV head is read for: its own row of `index` [Hk, k], or the union of its query heads' [H, k]."""
+    """Count what each KV head reads: its row of `index` [Hk, k], or the union of its query heads' rows [H, k]."""
     if len(index) == num_kv_heads:
         return [index.shape[1]] * num_kv_heads
     return [len(torch.unique(rows)) for rows in index.view(num_kv_heads, -1)]
 
 
 def numbered(marked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """List what is marked, bool [Hk, n], head by head: heads, entries, and their places among those of the head."""
+    """List the marked entries, bool [Hk, n], head by head: heads, entries, and their places within their head."""
     heads, entries = marked.nonzero(as_tuple=True)
     counts = marked.sum(1)
-    first = counts.cumsum(0) - counts  # where a head begins in the list
+    first = counts.cumsum(0) - counts  # start of each head in the list
     return heads, entries, torch.arange(len(heads), device=heads.device) - first[heads]
 
 
@@ -131,8 +131,6 @@ def paged(kv: Tensor, size: int) -> Tensor:
     """View whole pages of tokens: [Hk, n * size, d] -> [Hk, n, size, d]."""
     return kv.unflatten(1, (-1, size))  # type: ignore[no-untyped-call, no-any-return]
 
-
-# The summary of every full page of a layer, on the device, by which pages are scored (Quest, ArkVale).
 
 Digest = Callable[[Tensor], Tensor]
 """A function from the keys of full pages [Hk, n, p, d] to their upper and lower bounds [Hk, n, 2, d]."""

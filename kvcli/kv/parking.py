@@ -1,4 +1,4 @@
-"""What layers hold on the device waits in host memory while other layers are read."""
+"""Parking: device tensors of a layer wait in host memory while other layers are read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvcli.memory.tiers import Tiers
 
 
 class Waits(Protocol):
-    """A cache, or what else of a method lies on the device."""
+    """A cache, or other state of a method on the device."""
 
     def waiting(self) -> Sequence[Tensor]:
-        """Give tensors, each all of its storage, that nobody looks at between `load` and the first step.
+        """Return tensors, each with all of its storage, that nobody uses between `load` and the first step.
 
-        Before the prompt comes their values mean nothing.
+        Before the prompt comes their values have no meaning.
         """
 
 
 class Parking:
-    """Lets the tensors of each of several `Waits` be on the device only while it is open, until all `leave`.
+    """Keeps the tensors of each `Waits` on the device only while it is open, until all `leave`.
 
-    All calls for one of them come in one stream.
+    All calls for one of them must come in one stream.
     """
 
     def __init__(self, tiers: Tiers):
@@ -34,7 +34,7 @@ class Parking:
         self._parked: dict[int, _Parked] = {}
 
     def enter(self, what: Waits, keeps: bool = True) -> None:
-        """Take in what was just made; what `keeps` nothing before the first step needs no host memory."""
+        """Park something that was just made; without `keeps` its contents are not stored, and need no host memory."""
         tensors = [tensor for tensor in what.waiting() if tensor.numel()]
         hosts = [self.tiers.on_host_async(*x.shape, dtype=x.dtype) if keeps else None for x in tensors]
         self._parked[id(what)] = _Parked(what, list(zip(tensors, hosts, strict=True)))
@@ -42,7 +42,7 @@ class Parking:
             tensor.untyped_storage().resize_(0)
 
     def open(self, what: Waits) -> None:
-        """Have its tensors on the device."""
+        """Bring its tensors to the device."""
         parked = self._parked.get(id(what))
         if parked is None or parked.open:
             return
@@ -53,10 +53,10 @@ class Parking:
                 tensor.copy_(host.result(), non_blocking=True)
 
     def close(self, what: Waits) -> None:
-        """Let them wait in host memory.
+        """Move its tensors to host memory.
 
         Raises:
-            KvcliError: the system does not pin it (will not fit).
+            KvcliError: host memory cannot be pinned (will not fit).
         """
         parked = self._parked.get(id(what))
         if parked is None or not parked.open:
@@ -65,12 +65,12 @@ class Parking:
         for tensor, host in parked.tensors:
             assert host is not None, "nothing was to be kept"
             host.result().copy_(tensor, non_blocking=True)
-            if tensor.is_cuda:  # another stream may have allocated it, and must not use its memory anew too early
+            if tensor.is_cuda:  # its memory must not be reused before the copy is done
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             tensor.untyped_storage().resize_(0)
 
     def leave(self) -> None:
-        """Have everything on the device from now on."""
+        """Bring everything to the device and keep it there."""
         for parked in list(self._parked.values()):
             self.open(parked.what)
         self._parked.clear()
@@ -79,6 +79,6 @@ class Parking:
 @dataclass
 class _Parked:
     what: Waits
-    tensors: list[tuple[Tensor, Future[Tensor] | None]]  # with the memory that each waits in
+    tensors: list[tuple[Tensor, Future[Tensor] | None]]  # each with the memory that it waits in
     open: bool = False
-    filled: bool = False  # whether there is something in that memory
+    filled: bool = False  # whether that memory has been written

@@ -1,4 +1,4 @@
-"""A layer that keeps a part of its prompt and every token after it (SnapKV and its like)."""
+"""Caches that keep a part of their prompt (SnapKV and similar), or evict a token for each new one (H2O, TOVA)."""
 
 from dataclasses import replace
 
@@ -20,8 +20,8 @@ from kvcli.memory.tiers import Footprint, Traffic, nbytes
 class PrunedCache(TokenMajorCache):
     """The kept tokens of each KV head in order: k, v [rows, Hk, d] on the device or, with `offload`, in host memory.
 
-    Their `positions` [Hk, rows] are on the device. Until the prompt comes nothing is allocated, and `rows` is planned,
-    for most methods an upper bound. Then there are as many rows as kept tokens and tokens to come, of `capacity`.
+    Their `positions` [Hk, rows] are on the device. Until the prompt comes nothing is allocated, and `rows` is a plan,
+    for most methods an upper bound. Then there is one row for each kept token and each token to come, up to `capacity`.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, capacity: int, tiers: Tiers, offload: bool = False):
@@ -33,7 +33,7 @@ class PrunedCache(TokenMajorCache):
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
-        """What is kept shows when all of the prompt is there."""
+        """Store nothing yet: what is kept depends on the whole prompt."""
         return 0
 
     @override
@@ -42,12 +42,12 @@ class PrunedCache(TokenMajorCache):
         return self.load_subset(k, v, torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1))
 
     def load_subset(self, k: Tensor, v: Tensor, kept: Tensor) -> int:
-        """Store of a prompt k, v [Hk, s, d] the tokens `kept` [Hk, n], ascending; returns as `load` does."""
+        """Store the tokens `kept` [Hk, n], ascending, of a prompt k, v [Hk, s, d]; return the bytes like `load`."""
         self.length = k.shape[1]
         return self._hold(k, v, kept, kept)
 
     def prune(self, rows: Tensor) -> None:
-        """Keep of the rows held only `rows` [Hk, n], ascending, and free the memory of the others."""
+        """Keep only `rows` [Hk, n], ascending, of the rows held, and free the memory of the others."""
         if rows.shape[1] < self.held:
             k, v, _ = self.fetch()
             self._hold(k, v, rows, self.positions.take_along_dim(rows, 1))
@@ -83,7 +83,7 @@ class PrunedCache(TokenMajorCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count for a prompt of which as much is kept as was planned."""
+        """Estimate for a prompt of which as much is kept as was planned."""
         return super().traffic(max(0, length - self.capacity + self.kv.shape[1]))
 
     def _hold(self, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> int:
@@ -99,15 +99,12 @@ class PrunedCache(TokenMajorCache):
         return self._moved(self.held)
 
 
-# A layer that holds a fixed number of tokens: a new one replaces the one with the lowest score (H2O, TOVA).
-
-
 class EvictingCache(ResidentCache):
     """The held tokens of each KV head on the device: k, v [Hk, rows, d], `positions` and `scores` [Hk, rows].
 
-    The `recent` newest tokens stay; of the others the one with the lowest score is evicted, of equals the newest. The
-    method sets the scores. Tokens keep the positions that they had, and lie in no order once one was evicted. A step
-    attends to at most `rows` tokens, the current one among them, so a token is evicted when another one arrives.
+    The `recent` newest tokens stay; of the others the one with the lowest score is evicted, the newest in a tie. The
+    method sets the scores. Tokens keep their positions, and are in no order once one was evicted. A step attends to at
+    most `rows` tokens, including the current one, so a token is evicted when another one arrives.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, rows: int, recent: int, tiers: Tiers):
@@ -119,11 +116,11 @@ class EvictingCache(ResidentCache):
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """Store a prompt whose tokens have the same score."""
+        """Store a prompt whose tokens all have the same score."""
         return self.load_scored(k, v, k.new_zeros(k.shape[:2]))
 
     def load_scored(self, k: Tensor, v: Tensor, scores: Tensor) -> int:
-        """Store the tokens of a prompt k, v [Hk, s, d] that have the best scores [Hk, s]; returns as `load` does."""
+        """Store the tokens of a prompt k, v [Hk, s, d] with the best scores [Hk, s]; return the bytes like `load`."""
         self.length = k.shape[1]
         self.held = min(self.length, self.rows)
         recent = min(self.recent, self.held)
@@ -180,13 +177,13 @@ class EvictingCache(ResidentCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count the keys twice: they are read for the scores, too."""
+        """Count the keys twice: they are also read for the scores."""
         held = min(length, self.rows)
         keys = held * nbytes(self.k[:, :1])
         return Traffic(attended=keys * len(self.kv), scored=keys, scores=nbytes(self.scores[:, :held]))
 
     def _lowest(self) -> Tensor:
-        """Rows [Hk] of the tokens to evict for the next one, which counts among the recent tokens."""
+        """Return rows [Hk] of the tokens to evict for the next one, which counts as recent."""
         evictable = self.positions <= self.length - self.recent
         scores = self.scores.where(evictable, torch.inf)
         least = evictable & (scores == scores.amin(1, keepdim=True))

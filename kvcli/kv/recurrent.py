@@ -1,8 +1,8 @@
-"""What layers with a recurrence or a convolution keep of one sequence: a state of fixed size, on the device.
+"""Recurrent and convolutional state: fixed-size tensors on the device, for one sequence.
 
-Such a state is of all tokens up to one, and cannot be taken back to an earlier one. Where KV is kept for later prompts,
-saved or between the turns of a chat, states are kept beside it after some of its tokens, `state_marks`; only there can
-another prompt go on.
+Such a state covers all tokens up to one, and cannot be taken back to an earlier one. Where KV is kept for later
+prompts, saved or between the turns of a chat, states after some of its tokens (`state_marks`) are kept with it; another
+prompt can go on only from there.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvcli.memory.tiers import Footprint, nbytes
 from kvcli.models.layers import StateGeometry
 
 PAGE = 32
-"""Tokens of a page of KV that is kept for later prompts, which can go on from whole pages of it."""
+"""Tokens in a page of KV that is kept for later prompts; these go on from whole pages."""
 
 STATE_PAGES = 256
-"""Pages from one kept state to the next one: 8,192 tokens."""
+"""Pages from one kept state to the next: 8,192 tokens."""
 
-_BEFORE_END = 4  # pages: methods want to see the last queries of a prompt that begins with what was kept
+_BEFORE_END = 4  # pages: methods need the last queries of a prompt, even if all of it was kept
 
 
 class RecurrentState:
-    """The state of one sequence, each layer's in its memory: `layers` has the tensors of each by their names.
+    """The state of one sequence, each layer's on its device: `layers` has the tensors of each by name.
 
-    `started` says whether any token was read. While sequences take steps together, their tensors are rows of one memory
+    `started` tells whether any token was read. While sequences step together, their tensors are rows of shared tensors
     (`kvcli.runtime.recurrent`).
     """
 
@@ -42,7 +42,7 @@ class RecurrentState:
 
     @property
     def state_marks(self) -> Sequence[int]:
-        """After which tokens of a prompt states are wanted, beside those at its end."""
+        """Numbers of prompt tokens after which states are wanted, besides the end."""
         return ()
 
     def take_state(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
@@ -52,26 +52,26 @@ class RecurrentState:
         self.started = True
 
     def footprints(self) -> list[Footprint]:
-        """Count the bytes held of each layer."""
+        """Count the bytes held for each layer."""
         return [Footprint(device=nbytes(*tensors.values())) for tensors in self.layers]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentState:
-        """A copy holds its own rows alone."""
+        """Copy this sequence's rows only."""
         copied = copy.copy(self)
         copied.layers = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in self.layers]
         return copied
 
 
 class KeptStates:
-    """States after some of the tokens that are read, in host memory: by those, a layer's tensors by their names.
+    """States in host memory after some of the tokens read: `kept` by number of tokens, layer and name.
 
-    `tokens` are those of the prompt. Those after `shared` tokens at most are the ones of `before`.
+    `tokens` is the length of the prompt. States after at most `shared` tokens are taken over from `before`.
     """
 
     def __init__(self, layers: Sequence[StateGeometry], tokens: int, before: KeptStates | None = None, shared: int = 0):
         self.layers, self.state_marks = layers, state_marks(layers, tokens)
         kept: Mapping[int, dict[int, dict[str, Tensor]]] = {} if before is None else before.kept
-        regular = PAGE * STATE_PAGES  # the ends of earlier prompts are not kept for ever
+        regular = PAGE * STATE_PAGES  # the ends of earlier prompts are dropped
         self.kept: dict[int, dict[int, dict[str, Tensor]]] = {}
         self.kept |= {at: states for at, states in kept.items() if at == shared or (at < shared and at % regular == 0)}
 
@@ -82,18 +82,18 @@ class KeptStates:
             self.kept.setdefault(tokens, {})[layer] = copied
 
     def fill(self, layer: int, tokens: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put a layer's state after so many tokens, one of those that `cut` gives, into its tensors."""
+        """Copy a layer's state after `tokens` tokens, a result of `cut`, to its tensors."""
         for name, tensor in self.kept[tokens][layer].items():
             tensors[name].copy_(tensor)
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-        """Give all that is kept, layer by layer: the layer, after how many tokens, and the tensors."""
+        """Iterate over the kept states, layer by layer: layer, number of tokens, and tensors."""
         for layer in self.layers:
             for at, states in sorted(self.kept.items()):
                 yield layer.index, at, states[layer.index]
 
     def cut(self, limit: int) -> int:
-        """After how many tokens, `limit` at most, another prompt can go on: whole pages, where all states are kept."""
+        """Return after how many tokens, at most `limit`, another prompt can go on: whole pages with all states kept."""
         return cut_at([*self.kept], limit) if self.layers else limit // PAGE * PAGE
 
     def footprint(self) -> Footprint:
@@ -103,9 +103,9 @@ class KeptStates:
 
 
 def state_marks(layers: Sequence[StateGeometry], tokens: int) -> list[int]:
-    """After how many of a prompt's tokens states are kept: after every `STATE_PAGES` pages, and four before the end.
+    """Return after how many prompt tokens states are kept: every `STATE_PAGES` pages, and four pages before the end.
 
-    Where a layer cannot take several tokens on from a state, only there: it reads what follows token by token.
+    If a layer cannot process several tokens from a state, only the latter: it reads what follows token by token.
     """
     last = max(0, tokens // PAGE - _BEFORE_END) * PAGE
     if not layers or not last:
@@ -115,5 +115,5 @@ def state_marks(layers: Sequence[StateGeometry], tokens: int) -> list[int]:
 
 
 def cut_at(marks: Sequence[int], limit: int) -> int:
-    """The last of the marks that is not beyond a limit; 0 where there is none."""
+    """Return the last of the marks that does not exceed `limit`; 0 without any."""
     return max((mark for mark in marks if mark <= limit), default=0)

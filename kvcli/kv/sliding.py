@@ -1,4 +1,4 @@
-"""A layer that keeps its first tokens and its last ones, and selects nothing."""
+"""Caches that keep first and last tokens, or the current chunk, and select nothing."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class SlidingCache(ResidentCache):
-    """The first `sink` and the last `window` tokens, in as many rows; the tokens between them are gone.
+    """The first `sink` and the last `window` tokens, one row each; the tokens between them are dropped.
 
     The window is a ring: attention does not depend on the order of keys that carry their own positions.
     """
@@ -25,7 +25,7 @@ class SlidingCache(ResidentCache):
 
     @property
     def dropped(self) -> int:
-        """How many tokens have fallen out of the window."""
+        """Number of tokens that have left the window."""
         return max(0, self.length - self.sink - self.window)
 
     @override
@@ -45,7 +45,7 @@ class SlidingCache(ResidentCache):
         return 0
 
     def row_of(self, position: int) -> int:
-        """The row of the token at `position`, or the one that it had while it was held."""
+        """Return the row of the token at `position`, or the row that it had while it was held."""
         return position if position < self.sink else self.sink + (position - self.sink) % self.window
 
     @override
@@ -54,7 +54,7 @@ class SlidingCache(ResidentCache):
         return decode_attention(q, k, v, softmax)
 
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] -> [H, n, d]; without sinks only.
+        """Append tokens k, v [Hk, n, d], attend with their queries q [H, n, d]; return [H, n, d]. Without sinks only.
 
         Each query sees the last `window` tokens up to its own.
         """
@@ -62,9 +62,9 @@ class SlidingCache(ResidentCache):
         return prefill_attention(q, seen_k, seen_v, softmax, self.window)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append tokens k, v [Hk, n, d]; returns them behind those that were held, the sinks only while all are.
+        """Append tokens k, v [Hk, n, d]; return held and new keys and values in order, [Hk, held + n, d].
 
-        These are in the order of their positions: keys and values [Hk, held + n, d].
+        Sinks are included only while no token has been dropped.
         """
         first = self.sink + self.dropped if self.dropped else 0
         held = self.rows_of(torch.arange(first, self.length, device=k.device))
@@ -78,7 +78,7 @@ class SlidingCache(ResidentCache):
         return seen_k, seen_v
 
     def resident(self) -> tuple[Tensor, Tensor]:
-        """Keys and values held, the sinks in order and the window in ring order: [Hk, n, d] each."""
+        """Return the keys and values held, sinks in order and the window in ring order: [Hk, n, d] each."""
         held = self.length - self.dropped
         return self.k[:, :held], self.v[:, :held]
 
@@ -95,23 +95,20 @@ class SlidingCache(ResidentCache):
         return Traffic(attended=min(length, self.sink + self.window) * nbytes(self.kv[:, :, :1]))
 
     def rows_of(self, positions: Tensor) -> Tensor:
-        """The rows of the tokens at `positions`, as `row_of`."""
+        """Return the rows of the tokens at `positions`, like `row_of`."""
         ring = self.sink + (positions - self.sink) % self.window
         return torch.where(positions < self.sink, positions, ring)
 
 
-# A layer that attends in chunks: to the tokens of the newest one's chunk (Llama 4).
-
-
 def windowed_cache(layer: LayerGeometry, tiers: Tiers) -> SlidingCache:
-    """Make the cache of a layer whose window slides, or is a chunk."""
+    """Make the cache of a layer with a sliding window or chunks."""
     assert layer.window is not None
     kind = ChunkCache if layer.chunked else SlidingCache
     return kind(layer.num_kv_heads, layer.head_dim, layer.window, tiers)
 
 
 class ChunkCache(SlidingCache):
-    """The tokens of the newest token's chunk of `window`, in as many rows; those of the chunks before it are gone."""
+    """The tokens of the newest token's chunk of `window`, one row each; earlier chunks are dropped (Llama 4)."""
 
     @property
     @override

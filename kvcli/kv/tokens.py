@@ -1,7 +1,7 @@
-"""Layers whose tokens are selected one by one, by an index of their keys on the device.
+"""Caches whose tokens are selected one by one, by an index of their keys on the device.
 
-Tokens are indexed a full group at a time; a group may be a single token. The newest tokens, those of the unfilled group
-among them, are always attended to, so that every token is either indexed or attended to. The KV is on the device
+Tokens are indexed a full group at a time; a group may be a single token. The newest tokens, including the unfilled
+group, are always attended to, so that every token is either indexed or attended to. The KV is on the device
 (`ResidentTokenCache`), or in host memory with the selected tokens on the device (`OffloadedTokenCache`).
 """
 
@@ -32,10 +32,10 @@ from kvcli.sizes import slices
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How a budget of `total` tokens splits: `sink` first, at least `window` (>= 1) recent, the rest selected.
+    """A budget of `total` tokens: `sink` first, at least `window` (>= 1) recent, the rest selected.
 
-    The recent tokens are the last `window` or those that do not fill a group of `group`, whichever are more. Their
-    number goes up and down with the length, and that of the selected tokens down and up: the sum is always `total`.
+    The recent tokens are the last `window` or those that do not fill a group of `group`, whichever are more. As their
+    number varies with the length, the number of selected tokens makes up for it: the sum is always `total`.
     """
 
     total: int
@@ -45,7 +45,7 @@ class TokenBudget:
 
     @property
     def max_selected(self) -> int:
-        """Tokens selected where a group has just filled."""
+        """Tokens selected when a group has just filled."""
         return self.total - self.sink - self.window
 
     @property
@@ -54,62 +54,62 @@ class TokenBudget:
         return self.total - self.sink - max(self.window, self.group - 1)
 
     def full(self, length: int) -> int:
-        """Tokens in full groups."""
+        """Return the number of tokens in full groups."""
         return length // self.group * self.group
 
     def candidates(self, length: int) -> range:
-        """Tokens that can be selected, neither sink nor recent; none in a short context."""
+        """Return the tokens that can be selected, neither sink nor recent; none in a short context."""
         sink = min(self.sink, length)
         return range(sink, max(sink, min(length - self.window, self.full(length))))
 
     @property
     def slots(self) -> SlotLayout:
-        """Lay the tokens attended to out in slots."""
+        """The layout in slots of the tokens attended to."""
         return SlotLayout(1, self.sink, self.max_selected, self.window, self.group)
 
     def selected(self, length: int) -> int:
-        """Tokens to select in a context that has outgrown the budget."""
+        """Return how many tokens to select in a context that has outgrown the budget."""
         candidates = self.candidates(length)
         return self.total - candidates.start - (length - candidates.stop)
 
 
 class TokenIndex(Protocol):
-    """What tokens are scored by, on the device. Each index has a `scores` of its own for the methods that use it."""
+    """An index on the device by which tokens are scored. Each has its own `scores` for the methods that use it."""
 
     def fill(self, first: int, keys: Tensor) -> None:
         """Index whole groups of consecutive tokens from token `first` on: keys [Hk, n, d]."""
 
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:
-        """Count what the selection of tokens moves once `length` were seen."""
+        """Estimate what a selection moves once `length` tokens were seen."""
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Count the bytes on the device."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a batch of such indexes puts side by side, by name."""
+        """Return the tensors that a batch of such indexes stacks, by name."""
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold these tensors, equal to those of `tensors`, in their place."""
+        """Hold these tensors, equal to those of `tensors`, instead of them."""
 
 
 IndexT = TypeVar("IndexT", bound=TokenIndex)
 
 
 class TokenCache(LayerCache, Generic[IndexT]):
-    """What resident and offloaded tokens have in common: the candidates, and attention to those selected."""
+    """Shared part of resident and offloaded tokens: the candidates, and attention to selected tokens."""
 
     budget: TokenBudget
     index: IndexT
     k: Tensor
     v: Tensor
     chosen: Tensor | None = None
-    """[Hk, k] tokens last attended to beside sink and recent ones, [H, k] where query heads choose, None for all."""
+    """Tokens last attended to besides sink and recent ones: [Hk, k], or [H, k] by query head; None for all."""
     token_on_host = 0
-    """Bytes of a token in host memory, of all KV heads."""
+    """Bytes of a token in host memory, for all KV heads."""
 
     @property
     def active(self) -> bool:
-        """Tell whether the context has outgrown the budget."""
+        """Whether the context has outgrown the budget."""
         return self.length > self.budget.total
 
     @property
@@ -119,7 +119,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
 
     @property
     def selected(self) -> int:
-        """How many tokens to select, once the context has outgrown the budget."""
+        """Number of tokens to select, once the context has outgrown the budget."""
         return self.budget.selected(self.length)
 
     @override
@@ -150,7 +150,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
 
     @abstractmethod
     def attend_selected(self, q: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to sink, recent and `selected` [Hk, k] tokens, which `recall` has brought -> [H, d]."""
+        """Attend with q [H, d] to sink, recent and `selected` [Hk, k] tokens, after `recall`; return [H, d]."""
 
     @override
     def attended(self) -> Tensor:
@@ -163,7 +163,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
 
 
 class ResidentTokenCache(TokenCache[IndexT], DenseCache):
-    """On the device: k, v [Hk, capacity, d] of every token, and the index."""
+    """Keys and values k, v [Hk, capacity, d] of every token on the device, and the index."""
 
     lends = True
 
@@ -220,14 +220,12 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
         return super().footprint() + Footprint(device=self.index.nbytes())
 
 
-# Layers on the device whose tokens are scored by some channels of their keys (TokenSelect; Loki, arXiv 2406.02542).
-
-# Tokens whose keys are rotated to their axes at once: fp32 copies of them stay this long.
+# Tokens whose keys are rotated to their axes at once; bounds the fp32 copies.
 PIECE = 4096
 
 
 class KeyChannelIndex(TokenIndex):
-    """Scores tokens by the first `channels` of the keys [Hk, capacity, d] of a cache, without memory of its own."""
+    """Scores tokens by the first `channels` of a cache's keys [Hk, capacity, d]; needs no memory of its own."""
 
     keys: Tensor
 
@@ -236,7 +234,7 @@ class KeyChannelIndex(TokenIndex):
 
     @override
     def fill(self, first: int, keys: Tensor) -> None:
-        """Do nothing: the cache has stored them."""
+        """Do nothing: the cache has stored the keys."""
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -245,10 +243,10 @@ class KeyChannelIndex(TokenIndex):
 
     @override
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Do nothing: the cache tells where its keys are."""
+        """Do nothing: the cache sets `keys`."""
 
     def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
-        """Score consecutive tokens with q [H, d] for every query head: [Hk, G, len(tokens)] in fp32."""
+        """Score consecutive tokens with q [H, d] for every query head; return [Hk, G, len(tokens)] in fp32."""
         if self.keys.device.type != "cpu":
             return token_scores(q, self._of(tokens), scale)
         # The BLAS reads whole rows up to three times as fast as the first half of each.
@@ -262,7 +260,7 @@ class KeyChannelIndex(TokenIndex):
 
     @override
     def nbytes(self) -> int:
-        """Return 0, since the keys count as the cache's."""
+        """Return 0: the cache counts the keys."""
         return 0
 
     def _of(self, tokens: range) -> Tensor:
@@ -270,7 +268,7 @@ class KeyChannelIndex(TokenIndex):
 
 
 class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
-    """On the device: k, v [Hk, capacity, d] of every token, scored by the first `channels` of the keys."""
+    """A resident cache, k, v [Hk, capacity, d], whose tokens are scored by the first `channels` of their keys."""
 
     def __init__(
         self,
@@ -292,9 +290,9 @@ class ChannelScoredCache(ResidentTokenCache[KeyChannelIndex]):
 
 
 class PrincipalAxesCache(ChannelScoredCache):
-    """The same with keys in the coordinates of `axes` [Hk, d, d], which the method sets before any token comes.
+    """A channel-scored cache with keys in the coordinates of `axes` [Hk, d, d]; the method sets these first.
 
-    The axes are orthonormal: scores and attention stay what they are, if the query is in these coordinates, too.
+    The axes are orthonormal, so scores and attention do not change if the query is in these coordinates as well.
     """
 
     def __init__(
@@ -320,7 +318,7 @@ class PrincipalAxesCache(ChannelScoredCache):
         return slots._replace(tensors={**slots.tensors, "axes": self.axes})
 
     def to_axes(self, x: Tensor) -> Tensor:
-        """Rotate queries [H, d] or keys [Hk, d] of one token to the axes of their KV head; their dtype stays."""
+        """Rotate queries [H, d] or keys [Hk, d] of one token to the axes of their KV head; the dtype stays."""
         heads = x.float().view(self.axes.shape[0], -1, x.shape[-1]) @ self.axes
         return heads.view_as(x).to(x.dtype)
 
@@ -329,20 +327,17 @@ class PrincipalAxesCache(ChannelScoredCache):
         return super().footprint() + Footprint(device=nbytes(self.axes))
 
 
-# Layers whose tokens all lie in host memory, one by one, with the first and the recent ones on the device as well.
-
-
 class TokensOnHost(LayerCache):
-    """In host memory: all KV, `pool`, in pages of one token. On the device: sinks and `recent` tokens, `near`.
+    """All KV in host memory, `pool`, in pages of one token; sinks and `recent` tokens on the device as well, `near`.
 
-    `chosen` [Hk, m] are the tokens that were read beside them last, EMPTY beyond those of a KV head.
+    `chosen` [Hk, m] are the far tokens that the last step read, padded with EMPTY.
     """
 
     pool: HostPagePool
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, sink: int, recent: int, tiers: Tiers):
         self.length = 0
-        self.taken = 0  # of a prompt that is not all there yet
+        self.taken = 0  # tokens stored of an unfinished prompt
         self.near = SlidingCache(num_kv_heads, head_dim, min(recent, capacity), tiers, sink)
         self.pool = page_pool(num_kv_heads, head_dim, 1, capacity, tiers, kept=0 if sink else SINKS)
         self.chosen: Tensor | None = None
@@ -364,7 +359,7 @@ class TokensOnHost(LayerCache):
 
     @property
     def in_place(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of all tokens as they lie in host memory, [Hk, n, d], where a step can read them there."""
+        """Keys and values of all tokens in host memory, [Hk, n, d], if a step can read them there; otherwise None."""
         pool = self.pool
         if not pool.tiers.one_memory or pool.format is not None or pool.on_disk is not None or len(pool.pieces) > 1:
             return None
@@ -372,29 +367,27 @@ class TokensOnHost(LayerCache):
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to what is on the device, as long as that is everything."""
+        """Attend to everything on the device, as long as that is all tokens."""
         return self.near.attend(q, softmax)
 
     def with_chosen(self, mask: Tensor) -> Tensor:
-        """Mark what was chosen in mask [Hk, length] bool, too."""
+        """Mark the chosen tokens in mask [Hk, length] bool as well."""
         if self.chosen is not None:
             head, row = (self.chosen != EMPTY).nonzero(as_tuple=True)
             mask[head, self.chosen[head, row]] = True
         return mask
 
 
-# Single tokens selected from host memory: the device holds the selected, the first and the recent ones.
-
 SINKS = 4
-"""First tokens that stay in host memory where their pages lie on a disk and the device keeps no sinks."""
+"""First tokens that stay in host memory if their pages lie on a disk and the device keeps no sinks."""
 
 
 class OffloadedTokenCache(TokenCache[IndexT]):
-    """In host memory: the KV of full groups. On the device: the index, and k, v [Hk, sink + selected + recent, d].
+    """Full groups in host memory; the index and k, v [Hk, sink + selected + recent, d] on the device.
 
-    The recent tokens are a ring of `recent` rows, in which a group is whole when it fills. `resident` [Hk, selected] is
-    the token in each selected slot, EMPTY in none. As long as the context has not outgrown the budget, the rows before
-    the ring hold the first tokens; where the host holds them otherwise (quantised), what is selected then is fetched.
+    The recent tokens are a ring of `recent` rows, in which a group is complete when it fills. `resident` [Hk, selected]
+    is the token in each selected slot, EMPTY for none. Until the context outgrows the budget, the rows before the ring
+    hold the first tokens. Tokens selected afterwards are fetched if the host holds them in another form (quantised).
     """
 
     pool: HostPagePool
@@ -403,7 +396,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, index: IndexT, tiers: Tiers
     ):
         self.length = 0
-        self.taken = 0  # tokens of a prompt that is not all there yet
+        self.taken = 0  # tokens stored of an unfinished prompt
         self.budget = budget
         self.index = index
         self.recent = max(budget.window, budget.group)
@@ -413,7 +406,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.first_rows = budget.sink + budget.max_selected
         self.kv = tiers.on_device(tiers.parts, num_kv_heads, self.first_rows + self.recent, head_dim)
         self.k, self.v = both(self.kv)
-        self.coming: Misses | None = None  # recalled for later: resident, and not yet in its slots
+        self.coming: Misses | None = None  # recalled for later: resident, but not in its slots yet
         self.resident = tiers.on_device(num_kv_heads, budget.max_selected, dtype=torch.int64)  # token in each slot
         first = torch.arange(budget.sink, self.first_rows, device=tiers.device)
         self.resident[:] = first if self.pool.format is None else EMPTY
@@ -434,7 +427,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     @override
     def take(self, k: Tensor, v: Tensor) -> int:
-        """Write whole groups to the host; they are indexed when all are there, for some indexes look at all."""
+        """Write whole groups to the host; they are indexed at the end, because some indexes need all of them."""
         first, self.taken = self.taken, self.budget.full(k.shape[1])
         return self.pool.write(first, *(x[:, first : self.taken, None] for x in (k, v)))
 
@@ -456,7 +449,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token; a group that it fills is indexed and written to the host."""
+        """Store the current token; index a group that it fills, and write it to the host."""
         at = self.length
         for rows, token in ((self.k, k), (self.v, v)):
             rows[:, self.first_rows + at % self.recent] = token
@@ -464,7 +457,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
                 rows[:, at] = token
         self.length += 1
         group = self.budget.group
-        if group == 1:  # which needs no collecting from the ring, in the middle of every layer's step
+        if group == 1:  # nothing to collect from the ring, which would cost time in every layer's step
             return self._offload(at, k[:, None], v[:, None])
         if self.length % group:
             return 0
@@ -495,7 +488,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to all tokens of a context that has not outgrown the budget -> [H, d]."""
+        """Attend with q [H, d] to all tokens of a context that has not outgrown the budget; return [H, d]."""
         candidates = self.candidates
         rows = torch.arange(candidates.start, candidates.stop, device=q.device)
         return self._attend_rows(q, rows.expand(self.k.shape[0], -1), self._recent_rows(), softmax)
@@ -507,11 +500,11 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
     @override
     def as_slots(self) -> LayerSlots:
-        """Lay the cache out in slots; tokens that wait for their group to fill are on the host from then on."""
+        """Lay the cache out in slots; write tokens that wait for their group to fill to the host."""
         budget, full = self.budget, self.budget.full(self.length)
         waiting = self._ring_rows(torch.arange(full, self.length, device=self.k.device))
         self.pool.write(full, self.k[:, waiting, None], self.v[:, waiting, None])
-        if budget.group == 1:  # where the ring counts from its first token
+        if budget.group == 1:  # over slots the ring starts with token `first_rows`
             self.kv[:, :, self.first_rows :] = self.kv[:, :, self.first_rows :].roll(-self.first_rows, 2)
         tensors = {"resident": self.resident.int(), **self.index.tensors()}
         pool = self.pool
@@ -528,7 +521,7 @@ class OffloadedTokenCache(TokenCache[IndexT]):
         self.pool.bring(misses.pages, misses.heads, self.kv[:, :, :, None], misses.slots + self.budget.sink)
 
     def _arrive(self) -> None:
-        """Bring what was recalled for later."""
+        """Fetch what was recalled for later."""
         coming, self.coming = self.coming, None
         if coming is not None:
             self._bring(coming)
@@ -546,11 +539,11 @@ class OffloadedTokenCache(TokenCache[IndexT]):
 
 
 def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> Misses:
-    """Put the j-th missing token of a head into its j-th slot that is free, in time linear in the context.
+    """Assign the j-th missing token of a head to its j-th free slot, in time linear in the context.
 
     resident [Hk, S] and selected [Hk, k], k <= S, hold token numbers below `length`; EMPTY in `resident` is an empty
-    slot, which those are afterwards whose token left the selection and that no other took. A selection has no
-    duplicates. Returns which tokens are missing, and their slots.
+    slot. Slots whose token left the selection become EMPTY unless a missing token takes them. A selection has no
+    duplicates. Returns the missing tokens and their slots.
     """
     if page_table.suits(resident, selected, length):
         return page_table.resolve(resident, selected, length)

@@ -1,1 +1,1 @@
-"""The memory that KV lives in: the device, pinned host memory, and files on a disk."""
+"""Memory of KV: the device, pinned host memory, and files on a disk."""

@@ -1,4 +1,4 @@
-"""Pages of a layer in a file, with a cache of them in host memory; `page_pool` makes this or the other kind of pool."""
+"""Blocks of KV in a file, with a cache of them in host memory; `DiskPagePool` and `TokenMajorCache` use it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from kvcli.memory.pinned import host_memory
 from kvcli.memory.tiers import Footprint
 from kvcli.sizes import slices
 
-# Which lines of a file lie in which slots of host memory; of those that may leave, the least recently asked for does.
-
 Ints = NDArray[np.int64]
 
 LINE_TABLES, SLOT_TABLES = 16, 16
-"""Bytes that are known of each line, its checksum among them, and of each slot."""
+"""Bytes of bookkeeping per line, its checksum included, and per slot."""
 
-_NEVER = np.iinfo(np.int64).max  # when a line was asked for that stays
+_NEVER = np.iinfo(np.int64).max  # time of last use of a line that stays
 
 
 class LineCache:
-    """`slots` of the `lines` of a file, `memory` [slots, line_bytes] bytes; the first `kept` lines stay for good.
+    """A least-recently-used cache of `lines` of a file: `memory` [slots, line_bytes]; the first `kept` lines stay.
 
-    A line that is being read has a slot that nothing else takes, and is found once it is `placed`.
+    The slot of a line that is being read is not reused, and the line is found once it is `placed`.
     """
 
     def __init__(self, slots: int, lines: int, line_bytes: int, kept: int = 0):
@@ -43,24 +41,24 @@ class LineCache:
         self.kept = kept
         self._slot_of = np.full(lines, -1, dtype=np.int64)
         self._line_in = np.full(slots, -1, dtype=np.int64)
-        self._asked = np.zeros(slots, dtype=np.int64)  # when, counted in calls; 0: empty
+        self._asked = np.zeros(slots, dtype=np.int64)  # time of last use, in calls; 0: empty
         self._calls = 0
-        self._held = 0  # slots whose lines stay, or are being read
-        self._oldest: Ints = np.empty(0, dtype=np.int64)  # slots that may leave, in order, unless asked for since
+        self._held = 0  # slots whose lines stay or are being read
+        self._oldest: Ints = np.empty(0, dtype=np.int64)  # slots to evict next, in order, unless used since
         self._oldest_asked: Ints = self._oldest
 
     @property
     def empty(self) -> int:
-        """Slots that hold nothing."""
+        """Number of empty slots."""
         return int((self._asked == 0).sum())
 
     @property
     def room(self) -> int:
-        """Slots whose lines may leave."""
+        """Number of slots whose lines may be evicted."""
         return len(self._asked) - self._held
 
     def find(self, lines: Ints) -> Ints:
-        """Say in which slots lines [n] lie, -1 for none, and note that they are asked for: [n]."""
+        """Return the slots of lines [n], -1 for none, and mark the lines as used: [n]."""
         slots = self._slot_of[lines]
         here = slots[slots >= 0]
         self._calls += 1
@@ -68,7 +66,7 @@ class LineCache:
         return slots
 
     def take(self, count: int) -> Ints:
-        """Free slots for so many lines, `room` at most: nothing is found in them until lines are placed."""
+        """Free `count` slots, `room` at most; nothing is found in them until lines are placed."""
         assert count <= self.room
         found, wanted = [np.empty(0, dtype=np.int64)], count
         while wanted:
@@ -90,7 +88,7 @@ class LineCache:
         return slots
 
     def place(self, lines: Ints, slots: Ints) -> None:
-        """Say that lines [n] lie in slots [n] that were taken for them."""
+        """Register lines [n] in slots [n] that were taken for them."""
         self._calls += 1
         self._slot_of[lines], self._line_in[slots] = slots, lines
         stays = lines < self.kept
@@ -98,30 +96,27 @@ class LineCache:
         self._held -= int((~stays).sum())
 
     def keep(self, first: int, lines: Tensor) -> None:
-        """Take in lines [n, line_bytes] from line `first` on, in the place of others."""
+        """Store lines [n, line_bytes] from line `first` on, in place of others."""
         slots = self.take(len(lines))
         self.memory[torch.from_numpy(slots)] = lines
         self.place(np.arange(first, first + len(lines)), slots)
 
     def give_back(self, slots: Ints) -> None:
-        """Leave slots empty that were taken for lines which did not come."""
+        """Empty slots that were taken for lines which did not come."""
         self._asked[slots] = 0
         self._held -= len(slots)
         self._oldest = self._oldest[:0]
 
     def _look(self, wanted: int) -> None:
-        """Find the slots that may leave next, some more than are wanted."""
+        """Find the slots to evict next, some more than wanted."""
         most = min(max(wanted, len(self._asked) // 16), self.room)
         among = np.argpartition(self._asked, most - 1)[:most]
         self._oldest = among[np.lexsort((among, self._asked[among]))]
         self._oldest_asked = self._asked[self._oldest]
 
 
-# How blocks of KV lie in the lines that a disk is read by.
-
-
 def blocks_per_line(block_bytes: int, unit: int, fill: int) -> int:
-    """How many blocks are read together: those that fit into `fill` bytes, a divisor or a multiple of `unit`."""
+    """Return how many blocks are read together: as many as fit into `fill` bytes, a divisor or multiple of `unit`."""
     if block_bytes * unit <= fill:
         return unit * (fill // (block_bytes * unit))
     most = max(1, fill // block_bytes)
@@ -129,9 +124,9 @@ def blocks_per_line(block_bytes: int, unit: int, fill: int) -> int:
 
 
 class LineLayout:
-    """Blocks of this shape, `per_line` to a line: as many as fit into `fill` bytes, at least one.
+    """The layout of blocks in the lines that are read from a disk: `per_line` blocks, at least one, in `fill` bytes.
 
-    A line is a whole number of `sector` bytes, of which `used` have KV.
+    A line is a multiple of `sector` bytes, of which `used` hold KV.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, unit: int, sector: int, fill: int):
@@ -142,7 +137,7 @@ class LineLayout:
         self.line_bytes = -(-self.used // sector) * sector
 
     def lines(self, blocks: int) -> int:
-        """Lines that so many blocks take."""
+        """Return the number of lines for `blocks` blocks."""
         return -(-blocks // self.per_line)
 
     def blocks(self, lines: Tensor) -> Tensor:
@@ -159,26 +154,24 @@ class LineLayout:
             out.copy_(lines[torch.from_numpy(slots), torch.from_numpy(within)])
 
     def put(self, memory: Tensor, marked: Any, slots: Ints, within: Ints, out: Tensor) -> None:
-        """Copy likewise those that are `marked`, bool [m], to their rows of `out`."""
+        """Copy the blocks that are `marked`, bool [m], to their rows of `out`."""
         if (rows := marked.nonzero()[0]).size:
             some = out.new_empty(len(rows), *self.shape)
             self.take(memory, slots[rows], within[rows], some)
             out[torch.from_numpy(rows)] = some
 
 
-# A file of lines of equal size, each written once and held against its checksum when it is read.
-
 AHEAD = 8
-"""Pieces that are read ahead of who goes through the file in order."""
+"""Pieces that are read ahead of a sequential reader."""
 
 Rows = Sequence[NDArray[np.uint8]]
 
 
 class DiskFile:
-    """Room for `lines` of so many bytes in a file of the tier, which ends with this object.
+    """A file of the tier with `lines` lines, each written once and checked against its checksum when read.
 
     Raises:
-        DiskError: there is no room for it, or writing and reading fail; then nothing of what was read is to be used.
+        DiskError: there is no room, or writing or reading fails; then nothing that was read may be used.
     """
 
     def __init__(self, tier: DiskTier, lines: int, line_bytes: int):
@@ -196,7 +189,7 @@ class DiskFile:
         self._sums[first : first + len(lines)] = [_checksum(row) for row in lines.numpy()]
 
     def read(self, lines: Ints, rows: Rows) -> list[Future[int]]:
-        """Have lines [n], ascending, read into rows of aligned memory, those that follow each other together."""
+        """Read lines [n], ascending, into rows of aligned memory; consecutive lines are read together."""
         most = min(256, max(1, READ_BYTES // self.line_bytes), max(1, len(lines) // READERS))
         edges = [0, *(np.flatnonzero(np.diff(lines) != 1) + 1).tolist(), len(lines)]
         jobs: list[Callable[[], int]] = []
@@ -206,7 +199,7 @@ class DiskFile:
         return self.tier.submit(jobs)
 
     def result(self, reads: Sequence[Future[int]]) -> int:
-        """Wait for reads, all of them also where one fails; gives the bytes that they read."""
+        """Wait for all reads, even if one fails; return the bytes read."""
         wait(reads)
         try:
             return sum(each.result() for each in reads)
@@ -214,7 +207,7 @@ class DiskFile:
             raise self.tier.failed("reading", error) from None
 
     def pieces(self, first: int, stop: int, tally: DiskTally) -> Iterator[tuple[int, Tensor]]:
-        """Give lines `first` to before `stop` in order, some [n, line_bytes] at a time, each with its first line.
+        """Iterate over lines `first` to before `stop`, some [n, line_bytes] at a time, each with its first line.
 
         They are read ahead, and valid until the next ones.
         """
@@ -240,7 +233,7 @@ class DiskFile:
             wait([each for _, _, reads in coming for each in reads])
 
     def _read(self, first: int, rows: Rows) -> int:
-        """Read lines that follow each other into rows of memory, and hold them against their checksums."""
+        """Read consecutive lines into rows of memory, and check their checksums."""
         self.file.read_scattered(rows, first * self.line_bytes)
         for line, row in enumerate(rows, first):
             if _checksum(row) != int(self._sums[line]):
@@ -249,26 +242,24 @@ class DiskFile:
 
 
 def _checksum(row: NDArray[np.uint8]) -> int:
-    import xxhash  # here, as in `unbuffered`: what has no file does without
+    import xxhash  # imported late: only files need it
 
     return xxhash.xxh3_64_intdigest(row.data)
 
 
-# Blocks of KV in a file, with a cache of them in host memory: the least recently asked for make room for others.
-
 IN_ORDER = 16384
-"""Bytes that a line is to have where all of them are read one after another: the fewer lines, the fewer checksums."""
+"""Bytes per line where all lines are read in order: longer lines mean fewer checksums."""
 
 LEAST_LINES = 2
-"""Lines that a cache has room for beside those that never leave it."""
+"""Lines that a cache needs room for, in addition to those that never leave it."""
 
 
 class DiskBlocks:
-    """`count` blocks of this shape, written in order, `unit` of them together at least; `kept` first ones never leave.
+    """`count` blocks in a file, written in order, at least `unit` at a time; the first `kept` stay in the cache.
 
-    With `in_order` blocks are read from the first to the last, again and again, where the least recently asked for
-    would be the next one: then the cache holds the first ones for good. A copy, and one that is told to `share`, refer
-    to the blocks of another one. Nothing is allocated or made before the first block is written.
+    With `in_order`, blocks are read from first to last again and again. An LRU cache would always evict the next one,
+    so the cache holds the first blocks for good. A copy, and an object that was told to `share`, refer to the blocks of
+    another one. Nothing is allocated or created before the first block is written.
 
     Raises:
         DiskError: the disk is full (will not fit) or fails.
@@ -292,15 +283,15 @@ class DiskBlocks:
         self.per_line, self.line_bytes = self.layout.per_line, self.layout.line_bytes
         self.kept, self.in_order = -(-kept // self.per_line), in_order  # lines
         self.tally = DiskTally()
-        self.written = self.shared = 0  # blocks; `shared` of another one
-        self._waiting, self._tail = 0, torch.empty(0)  # blocks of the line that is not full
+        self.written = self.shared = 0  # blocks; `shared` ones are another object's
+        self._waiting, self._tail = 0, torch.empty(0)  # blocks of the incomplete line
         self._lender: DiskBlocks | None = None
         self._file: DiskFile | None = None
         self._coming: _Coming | None = None
 
     @property
     def lines(self) -> int:
-        """Lines of its own."""
+        """Lines of its own file."""
         return self.layout.lines(self.count - self.shared)
 
     @property
@@ -309,7 +300,7 @@ class DiskBlocks:
         return min(self.lines, self.share_of.host_bytes // self.line_bytes)
 
     def check(self) -> None:
-        """Refuse a cache that has no room for what is to stay and what comes at once.
+        """Refuse a cache without room for the lines that stay and those that come at once.
 
         Raises:
             KvcliError: the share of host memory is too small (will not fit).
@@ -319,20 +310,20 @@ class DiskBlocks:
             raise self.share_of.too_small(least)
 
     def share(self, other: DiskBlocks, blocks: int) -> bool:
-        """Refer to the first `blocks` of another one, as many as it has by the time that this one is used."""
+        """Refer to the first `blocks` of another object, as many as it has when this one is first used."""
         alike = vars(other.layout) == vars(self.layout)
         if alike and (blocks := min(blocks, self.count, other.count) // self.per_line * self.per_line):
             self._lender, self.shared = other, blocks
         return alike and blocks > 0
 
     def footprint(self) -> Footprint:
-        """Count the bytes in host memory and on the disk that are its own."""
+        """Count its own bytes in host memory and on the disk."""
         tables = LINE_TABLES * self.lines + SLOT_TABLES * self.slots
         host = self.slots * self.line_bytes + self.layout.used + tables
         return Footprint(host=host, disk=self.lines * self.line_bytes)
 
     def write(self, first: int, blocks: Tensor) -> int:
-        """Store the next blocks [n, ..] from block `first` on; returns the bytes of those that are its own."""
+        """Store the next blocks [n, ..], from block `first` on; return the bytes of those that are its own."""
         self.open()
         known = max(0, self.shared - first)
         blocks, own = blocks[known:], max(0, len(blocks) - known)
@@ -349,7 +340,7 @@ class DiskBlocks:
         return own * self.layout.block_bytes
 
     def gather(self, blocks: Ints, out: Tensor, tally: DiskTally | None = None, announced: bool = False) -> None:
-        """Collect blocks [m] in `out` [m, ..], host memory; those that were `announced` to `begin` count no more."""
+        """Collect blocks [m] in `out` [m, ..], host memory; blocks `announced` to `begin` are not counted again."""
         self.open()
         tally = tally or self.tally
         lent = blocks < self.shared
@@ -363,7 +354,7 @@ class DiskBlocks:
         return None
 
     def begin(self, blocks: Ints, tally: DiskTally | None = None) -> None:
-        """Have blocks [m] that will be asked for next read beside the run, as far as the cache has room for them."""
+        """Read blocks [m] that will be requested next in the background, as far as the cache has room for them."""
         self.open()
         tally = tally or self.tally
         if self._lender is not None and (lent := blocks < self.shared).any():
@@ -379,7 +370,7 @@ class DiskBlocks:
             self._coming = self._read(missing, self._cache.take(len(missing)), tally)
 
     def stream(self, first: int, stop: int, tally: DiskTally | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Give blocks `first` to before `stop`, part after part, each with its first; valid until the next one."""
+        """Iterate over blocks `first` to before `stop` in parts, each with its first block, valid until the next."""
         self.open()
         assert self._file is not None
         tally = tally or self.tally
@@ -410,7 +401,7 @@ class DiskBlocks:
                     first += len(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskBlocks:
-        """A copy refers to what is written, and has a file and a cache of its own for what comes."""
+        """Refer to what is written, with a new file and cache for what comes."""
         other = DiskBlocks(
             *(self.count, self.layout.shape, self.layout.dtype, self.share_of, self.layout.unit),
             kept=self.kept * self.per_line,
@@ -426,7 +417,7 @@ class DiskBlocks:
         return other
 
     def open(self) -> None:
-        """Settle what is shared, and make the file and the cache."""
+        """Decide what is shared, and create the file and the cache."""
         if self._file is not None:
             return
         if self._lender is not None:
@@ -439,7 +430,7 @@ class DiskBlocks:
             self._tail = torch.empty(self.per_line, *self.layout.shape, dtype=self.layout.dtype)
 
     def _flush(self, blocks: Tensor) -> None:
-        """Write whole lines; those that the cache has room for stay there, and those of a decode step in any case."""
+        """Write whole lines; cache those that there is room for, and those of a decode step in any case."""
         assert self._file is not None
         used = self.layout.used
         at_once = max(1, 8 * READ_BYTES // self.line_bytes)
@@ -454,10 +445,10 @@ class DiskBlocks:
             self.tally.written += lines.numel()
             self.tally.wait(begun, 0)
             self._cache_written(first, lines, appended=len(blocks) <= max(self.layout.unit, self.per_line))
-            self._flushed += count  # from now on it is looked for there
+            self._flushed += count  # from now on they are read from there
 
     def _cache_written(self, first: int, lines: Tensor, appended: bool) -> None:
-        """Keep lines [n, line_bytes] from line `first` on that the cache has room for."""
+        """Cache lines [n, line_bytes] from line `first` on, as far as there is room."""
         if self.in_order:
             kept = lines[: max(0, self.slots - first)]
             self._cache.memory[first : first + len(kept)] = kept
@@ -465,7 +456,7 @@ class DiskBlocks:
             self._cache.keep(first, lines[: self._cache.room if appended else self._cache.empty])
 
     def _gather(self, blocks: Ints, out: Tensor, tally: DiskTally, announced: bool) -> None:
-        """Collect blocks of its own: from the cache first, then from lines as they come from the file."""
+        """Collect its own blocks: first from the cache, then from lines as they come from the file."""
         self._arrive()
         memory, (lines, within) = self._cache.memory, np.divmod(blocks - self.shared, self.per_line)
         waiting = lines >= self._flushed
@@ -494,7 +485,7 @@ class DiskBlocks:
             self.layout.put(memory, here, slots, within, out)
 
     def _read(self, lines: Ints, slots: Ints, tally: DiskTally) -> _Coming:
-        """Have lines [n], ascending, read into slots [n]."""
+        """Start reading lines [n], ascending, into slots [n]."""
         assert self._file is not None
         memory = self._cache.memory.numpy()
         begun, reads = perf_counter_ns(), self._file.read(lines, [memory[slot] for slot in slots])
@@ -507,7 +498,7 @@ class DiskBlocks:
             self._finish(coming)
 
     def _finish(self, coming: _Coming) -> None:
-        """Wait for lines, which are in their slots from then on."""
+        """Wait for lines and register them in their slots."""
         assert self._file is not None
         begun = perf_counter_ns()
         try:
@@ -522,7 +513,7 @@ class DiskBlocks:
 
 
 class _Coming(NamedTuple):
-    """Lines [n] that are being read into slots [n], since `begun`, for whom `tally` counts."""
+    """Lines [n] that are being read into slots [n] since `begun`; `tally` counts them."""
 
     lines: Ints
     slots: Ints

@@ -1,8 +1,8 @@
 """The tier below host memory: a directory whose files hold pages that host memory has no room for, and its readers.
 
-Files have no name, so that nothing is left of them however a run ends, and take their room on the disk when they are
-made: a disk that is full says so before anything lies on it. What is read goes past the system's cache, by many threads
-at once, since a disk that is asked for one block at a time is idle most of it.
+Files have no name, so that nothing is left of them however a run ends, and allocate their space when they are made: a
+full disk shows before anything is written. Reads bypass the system's cache and come from many threads at once, because
+a disk that gets one request at a time is mostly idle.
 """
 
 from __future__ import annotations
@@ -30,25 +30,23 @@ from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.memory.pinned import mapping
 from kvcli.sizes import format_bytes
 
-# Files that are read and written past the system's cache, by aligned parts, and checksums of what they hold.
-
 ALIGNMENT = 4096
-"""Bytes to which the data of a file, and the memory it is read into, are aligned."""
+"""Bytes to which file contents, and the memory they are read into, are aligned."""
 
 
 class DamagedError(Exception):
-    """A file is not as it was written; says what is wrong with it."""
+    """A file does not hold what was written to it; the message says what is wrong."""
 
 
 def checksum(block: Tensor) -> str:
-    """Sixteen hexadecimal digits over bytes [n]."""
-    import xxhash  # here, as in `disk_file`: what has no file does without
+    """Return sixteen hexadecimal digits over bytes [n]."""
+    import xxhash  # imported late: only files need it
 
     return xxhash.xxh3_64_hexdigest(_view(block))
 
 
 class UnbufferedFile:
-    """A file whose aligned parts go past the system's cache, where its file system can do that; use it in a `with`."""
+    """A file whose aligned parts bypass the system's cache, if its file system supports that; use it in a `with`."""
 
     def __init__(self, path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None):
         self.fd = os.open(path, flags, 0o666, dir_fd=folder)
@@ -60,7 +58,7 @@ class UnbufferedFile:
 
     @classmethod
     def nameless(cls, folder: Path) -> UnbufferedFile:
-        """Make a file of no name in a directory, which ends with the process at the latest, however that ends."""
+        """Make a file without a name in a directory; it ends with the process at the latest, however that ends."""
         made = cls.__new__(cls)
         try:
             made.fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -76,7 +74,7 @@ class UnbufferedFile:
         return made
 
     def close(self) -> None:
-        """Give the file back to the system."""
+        """Close the file."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> UnbufferedFile:
@@ -103,10 +101,10 @@ class UnbufferedFile:
             at += moved
 
     def read_scattered(self, parts: Sequence[NDArray[np.uint8]], offset: int) -> None:
-        """Fill aligned memories [n] one after another from `offset` on, in one call of the system where it can.
+        """Fill aligned memories [n] one after another from `offset` on, in one system call if possible.
 
         Raises:
-            DamagedError: the file ends before.
+            DamagedError: the file ends early.
         """
         buffers: Any = parts
         if os.preadv(self.fd if self.direct is None else self.direct, buffers, offset) == sum(map(len, parts)):
@@ -123,7 +121,7 @@ class UnbufferedFile:
             at += os.pwritev(fd, [_view(part)], offset + at)
 
     def _way(self, memory: Tensor, offset: int) -> tuple[int, Tensor]:
-        """Choose how to move bytes [n], and how many of them at once."""
+        """Choose the file descriptor to move bytes [n] with, and how many of them at once."""
         whole = len(memory) // ALIGNMENT * ALIGNMENT
         if self.direct is None or not whole or memory.data_ptr() % ALIGNMENT or offset % ALIGNMENT:
             return self.fd, memory
@@ -131,7 +129,7 @@ class UnbufferedFile:
 
 
 def as_bytes(pages: Tensor) -> Tensor:
-    """View memory of the host as bytes [n]."""
+    """View host memory as bytes [n]."""
     return pages.reshape(-1).view(torch.uint8)
 
 
@@ -140,10 +138,10 @@ def _view(block: Tensor) -> memoryview:
 
 
 READERS = 16
-"""Threads that read: as many reads are in flight."""
+"""Number of reading threads, which is the number of reads in flight."""
 
 READ_BYTES = 1 << 20
-"""No more is read in one piece: enough for the disk's full rate, and small enough for several threads to share."""
+"""Most bytes per read: enough for the disk's full rate, and small enough to share among threads."""
 
 SMALLEST_SECTOR = 512
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -154,7 +152,7 @@ class DiskError(KvcliError):
 
 
 class Wait(NamedTuple):
-    """Something that waited for the disk or was read beside the run: nanoseconds of the clock, and bytes read."""
+    """A wait for the disk, or a read in the background: clock times in nanoseconds, and bytes read."""
 
     begun: int
     ended: int
@@ -163,23 +161,23 @@ class Wait(NamedTuple):
 
 @dataclass
 class DiskTally:
-    """What was asked of the host's cache since the last look: blocks it had or had not, bytes moved, waits."""
+    """Counts since the last look: blocks that the host's cache had or missed, bytes moved, waits."""
 
     hits: int = 0
     misses: int = 0
     read: int = 0
     written: int = 0
-    waited: int = 0  # nanoseconds in which the run had nothing else to do
+    waited: int = 0  # nanoseconds in which the run was blocked
     waits: list[Wait] = field(default_factory=list)
 
     def taken(self) -> DiskTally:
-        """What was counted, and begin anew."""
+        """Return the counts and reset them."""
         counted = replace(self)
         vars(self).update(vars(DiskTally()))
         return counted
 
     def wait(self, begun: int, size: int) -> None:
-        """Note a wait that ends now."""
+        """Record a wait that ends now."""
         now = perf_counter_ns()
         self.waited += now - begun
         self.waits.append(Wait(begun, now, size))
@@ -188,8 +186,8 @@ class DiskTally:
 class DiskTier:
     """A directory for KV and the `host_bytes` of host memory that cache it, for `sequences` at a time.
 
-    Files end with whoever holds them; `close` ends the threads. Only `file` and reads touch the disk, so that memory
-    can be planned with it.
+    Files end with their owners; `close` ends the threads. Only `file` and reads touch the disk, so that memory can be
+    planned with a tier.
     """
 
     stateless: ClassVar[bool] = True
@@ -199,14 +197,14 @@ class DiskTier:
 
     @classmethod
     def elsewhere(cls, folder: Path, host_bytes: int, sequences: int) -> Self:
-        """Make one of another machine, to plan memory with: nothing is asked of its disk."""
+        """Make the tier of another machine, to plan memory with; its disk is not accessed."""
         tier = cls(folder, host_bytes, sequences)
         tier.sector = ALIGNMENT
         return tier
 
     @cached_property
     def sector(self) -> int:
-        """Bytes to which reads past the system's cache have to be aligned: 512 where the disk takes that."""
+        """Bytes to which reads that bypass the system's cache are aligned: 512 if the disk accepts that."""
         try:
             with UnbufferedFile.nameless(self.folder) as file:
                 os.ftruncate(file.fd, ALIGNMENT)
@@ -223,19 +221,19 @@ class DiskTier:
 
     @cached_property
     def threads(self) -> ThreadPoolExecutor:
-        """The readers."""
+        """The reading threads."""
         return ThreadPoolExecutor(READERS, "disk")
 
     @cached_property
     def ahead(self) -> ThreadPoolExecutor:
-        """One that has a layer come while another one is computed."""
+        """One thread that brings a layer while another one is computed."""
         return ThreadPoolExecutor(1, "layer-ahead")
 
     def check(self, size: int) -> None:
         """Refuse a directory that takes no files, or a disk without room for `size` bytes.
 
         Raises:
-            KvcliError: it is no directory that can be written to (usage); there is no room (will not fit).
+            KvcliError: it is not a writable directory (usage); there is no room (will not fit).
         """
         if not self.folder.is_dir():
             what = "is no directory" if self.folder.exists() else "is not there"
@@ -245,14 +243,14 @@ class DiskTier:
             raise self.full(size, free)
 
     def share(self) -> DiskShare:
-        """What one sequence has of it."""
+        """Return one sequence's share of the tier."""
         return DiskShare(self, self.host_bytes // self.sequences, self.sequences)
 
     def file(self, size: int) -> UnbufferedFile:
-        """Make a file of `size` bytes, all of which the disk has set apart.
+        """Make a file of `size` bytes, all of them allocated on the disk.
 
         Raises:
-            DiskError: there is no room for it (will not fit), or the directory takes no files.
+            DiskError: there is no room (will not fit), or the directory takes no files.
         """
         try:
             file = UnbufferedFile.nameless(self.folder)
@@ -266,7 +264,7 @@ class DiskTier:
         return file
 
     def submit(self, jobs: Sequence[Callable[[], int]]) -> list[Future[int]]:
-        """Have reads done, each of which gives the bytes that it read."""
+        """Submit reads, each of which returns the bytes that it read."""
         each = -(-len(jobs) // READERS)
         return [self.threads.submit(_all, jobs[at : at + each]) for at in range(0, len(jobs), max(1, each))]
 
@@ -292,7 +290,7 @@ class DiskTier:
         return DiskError(what, "name a directory on a local disk that can be written to", ExitCode.USAGE)
 
     def close(self) -> None:
-        """End the threads, if there are any; the next reads begin new ones."""
+        """End the threads, if there are any; later reads start new ones."""
         for name in ("ahead", "threads"):
             if name in vars(self):
                 vars(self).pop(name).shutdown(cancel_futures=True)
@@ -304,7 +302,7 @@ class DiskTier:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskTier:
-        """A copy of a cache uses the same disk."""
+        """Return itself: a copy of a cache uses the same disk."""
         return self
 
 
@@ -317,7 +315,7 @@ class DiskShare:
     parts: int
 
     def divided(self, layers: int) -> DiskShare:
-        """What each of so many layers has."""
+        """Return the share of each of `layers` layers."""
         layers = max(1, layers)
         return DiskShare(self.tier, self.host_bytes // layers, self.parts * layers)
 

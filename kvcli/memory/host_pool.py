@@ -1,11 +1,11 @@
-"""The pages of a layer in host memory (FreeKV, section 4.2), in one of the two layouts of `HostPages`.
+"""Pools of a layer's pages in host memory (FreeKV, section 4.2), in one of the two layouts of `HostPages`.
 
 hnd   [pages, Hk, t, p, d]   one page of one KV head is a contiguous block of t*p*d elements, keys then values, so
                              that a recall moves it in one piece (16 KiB at p = 32, d = 128 in bf16)
-nhd   [pages, t, p, Hk, d]   the paper's ablation: it lies in t*p pieces
+nhd   [pages, t, p, Hk, d]   the paper's ablation: a page of one KV head lies in t*p pieces
 
-t is 2 for keys and values; 1 where a method keeps its keys elsewhere, or keys are the values, too. Quantised
-(`Tiers.kv_dtype`), a block is a row of bytes, [pages, Hk, bytes], written from numbers and read as numbers
+t is 2 for keys and values; 1 where a method keeps its keys elsewhere, or keys are also the values. Quantised
+(`Tiers.kv_dtype`), a block is a row of bytes, [pages, Hk, bytes], quantised when written and dequantised when read
 (`kvcli.kernels.quant`).
 """
 
@@ -33,9 +33,7 @@ from kvcli.memory.state import Settled, raw
 from kvcli.memory.tiers import Footprint, Tiers, nbytes
 from kvcli.sizes import slices
 
-# Rows of host memory put into rows of the device's on a CPU, without a copy in between.
-
-PIECE = 1 << 13  # numbers that a thread takes at once, in whole rows
+PIECE = 1 << 13  # numbers per thread at once, in whole rows
 
 
 @compiled
@@ -59,7 +57,7 @@ def _scatter_whole(blocks: Any, held: Any, rows: Any, into: Any, places: Any, at
             if i + AHEAD < len(rows):
                 prefetch(held, rows[i + AHEAD] * len(blocks[0]), len(blocks[0]))
             source, target = blocks[rows[i]], into[places[i]]
-            for c in range(half):  # two at once: for a single one a library's copy is called, which short rows wait for
+            for c in range(half):  # two at once: a single copy would become a library call, slow for short rows
                 target[c] = source[c]
                 target[half + c] = source[half + c]
             if len(target) > 2 * half:
@@ -67,12 +65,12 @@ def _scatter_whole(blocks: Any, held: Any, rows: Any, into: Any, places: Any, at
 
 
 def suits(blocks: Tensor, *targets: Tensor) -> bool:
-    """Tell whether this can read the blocks and write to these."""
+    """Return whether `scatter_cpu` can read these blocks and write to these targets."""
     return serves(blocks, *targets) and all(each.is_contiguous() for each in (blocks, *targets))
 
 
 def scatter_cpu(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tensor) -> bool:
-    """Put blocks [n, w] into k and v [slots, p], which may be the same; False where it does not suit."""
+    """Copy rows of blocks [n, w] directly to k and v [slots, p], which may be the same; False if no loop serves."""
     if not suits(blocks, k, v):
         return False
     at_once, numbers = max(1, PIECE // blocks.shape[1]), rows.shape[0] * blocks.shape[1]
@@ -85,25 +83,25 @@ def scatter_cpu(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tens
 
 
 PIECE_BYTES = 64 << 20
-"""About as much is pinned at once, for which urgent memory waits; a piece more costs kernels one address in a table."""
+"""About as much is pinned at once, which urgent memory waits for; an extra piece costs kernels one table entry."""
 
 OFFLOAD_BYTES = 32 << 20
-"""As much of a prompt's KV is on its way to the host in another layout at once: enough for the bus's full rate."""
+"""Bytes of a prompt's KV in flight to the host, in another layout, at once: enough for the bus's full rate."""
 
 
 class HostPagePool:
-    """Full pages of one layer of one sequence, in host memory alone; each is written once and never changes.
+    """Full pages of one layer of one sequence, in host memory; each is written once and never changes.
 
-    They lie in one or several tensors ("pieces"). Where memory is pinned, pieces are of equally many pages and get
-    ready in the background. A copy of a pool, and one that is told to `share`, refer to pages of another one and have
-    only the others themselves.
+    They lie in one or several tensors ("pieces"). Where memory is pinned, pieces have equally many pages and get ready
+    in the background. A copy of a pool, and one that was told to `share`, refer to pages of another pool and hold only
+    the remaining ones.
 
-    Of keys that are rounded one by one `sizes` [Hk, d] are those of their channels, measured as the first are written.
-    Reading and writing wait for the memory of the pages concerned. `on_disk` are the blocks of a pool that has files
+    `sizes` [Hk, d] are the channel sizes of keys that are quantised token by token, measured on the first ones written.
+    Reading and writing wait for the memory of the pages concerned. `on_disk` are the blocks of a pool that uses files
     instead (`kvcli.memory.disk_blocks`).
 
     Raises:
-        KvcliError: reading and writing, where the system does not pin that memory (will not fit).
+        KvcliError: when reading or writing, if memory cannot be pinned (will not fit).
     """
 
     on_disk: DiskBlocks | None = None
@@ -132,14 +130,14 @@ class HostPagePool:
         self.page_bytes = math.prod(self.page_shape) * self.dtype.itemsize
         self.block_bytes = self.page_bytes // num_kv_heads
         self.per_piece = max(1, num_pages if tiers.pinned is None else PIECE_BYTES // self.page_bytes)
-        self.written = 0  # pages from the first one on that hold something
-        self.shared = 0  # of them, those of another pool
+        self.written = 0  # pages in use, from the first on
+        self.shared = 0  # pages of another pool, among them
         self._allocating = self._allocate(0)
         self._lender: tuple[HostPagePool, int] | None = None
 
     @classmethod
     def holding(cls, pages: Tensor, tiers: Tiers) -> HostPagePool:
-        """Make a pool of pages that are there: [n, Hk, t, p, d], in host memory."""
+        """Make a pool of existing pages: [n, Hk, t, p, d], in host memory."""
         count, num_kv_heads, tensors, size, head_dim = pages.shape
         pool = cls(num_kv_heads, head_dim, size, 0, tiers, tensors=tensors)
         pool.num_pages = pool.written = count
@@ -154,23 +152,23 @@ class HostPagePool:
 
     @property
     def first_part(self) -> int:
-        """How many first pages have to be written together, if more are to come, for sizes to be those of all."""
+        """The fewest first pages that must be written together, if more are to come, so that channel sizes agree."""
         return 0 if self.sizes is None else TOKENS
 
     def share(self, other: HostPagePool, pages: int) -> bool:
-        """Refer to the first pages of another pool, `pages` of them at most, instead of holding the same ones again.
+        """Refer to the first pages of another pool, `pages` at most, instead of holding the same ones again.
 
-        How many are shared is settled when this pool is first read or written: those that the other one has by then.
-        What is written to them is taken to be the same, and not written. Where the pools' pages differ in shape or
-        kind, or are too few to tell the sizes of keys alike, nothing is shared and False returned.
+        How many are shared is decided when this pool is first read or written: those that the other one has by then.
+        Writes to shared pages are assumed to be identical, and skipped. If the pools' pages differ in shape or kind, or
+        are too few for equal channel sizes, nothing is shared and False is returned.
         """
         kinds = [(type(each), each.layout, each.page_shape, each.dtype, each.format) for each in (self, other)]
         return kinds[0] == kinds[1] and pages >= self.first_part and self._refer(other, pages)
 
     def write(self, first: int, *tensors: Tensor) -> int:
-        """Store consecutive full pages from page `first` on: t tensors [Hk, n, p, d] or more. Returns the bytes moved.
+        """Store full pages from page `first` on: t tensors [Hk, n, p, d] or more; return the bytes moved.
 
-        From a GPU to pinned memory this only queues the copies on the current stream.
+        From a GPU to pinned memory, copies are only queued on the current stream.
         """
         stop = first + tensors[0].shape[1]
         self._borrow()
@@ -187,7 +185,7 @@ class HostPagePool:
     def fetch(self, pages: Tensor, heads: Tensor) -> Tensor:
         """Bring block (pages[i], heads[i]) for every i to the device: [m, t, p, d].
 
-        Indices on the device are waited for, and with them every earlier `write` of its stream.
+        Indices on the device are waited for, and so is every earlier `write` of its stream.
         """
         out = self.tiers.scratch(len(pages), *self.block_shape)
         for part, blocks in self.fetch_parts(pages, heads):
@@ -197,7 +195,7 @@ class HostPagePool:
         return out
 
     def fetch_parts(self, pages: Tensor, heads: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Do as `fetch`, part after part: on a CPU no more at once than its cache holds, where numbers are made."""
+        """Fetch like `fetch`, in parts; on a CPU, dequantised parts fit into its cache."""
         gather, form = self._gatherer(pages, heads), self.format
         if form is None:
             yield slice(len(pages)), self.tiers.gathered((len(pages), *self.block_shape), gather)
@@ -230,24 +228,24 @@ class HostPagePool:
             targets[rows] = self.fetch(pages, heads)
 
     def footprint(self) -> Footprint:
-        """Count the bytes in host memory, those of another pool's pages apart."""
+        """Count the bytes in host memory, those of another pool's pages separately."""
         shared, own = self.shared * self.page_bytes, (self.num_pages - self.shared) * self.page_bytes
         return Footprint(device=nbytes(self.sizes), host=own, shared=shared)
 
     def settled(self) -> list[Settled]:
-        """Pages that were written stay, and so does all memory that they are shared from."""
+        """Return the written pages, and all memory shared from other pools."""
         parts = []
         for start, piece in self._allocating:
             pages = piece.result()
             if start >= self.shared:
                 parts.append(Settled(pages, 0, min(len(pages), max(0, self.written - start))))
-            else:  # of a pool that says itself what has settled, unless it is gone
+            else:  # of another pool, which reports it itself unless it is gone
                 memory = raw(pages.untyped_storage())
                 parts.append(Settled(memory, 0, len(memory)))
         return parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostPagePool:
-        """A copy shares what is written, and has memory of its own for what comes, pinned like this one's."""
+        """Share what is written; allocate new memory, pinned like this pool's, for what comes."""
         self._borrow()
         other = copy.copy(self)
         other.sizes = copy.deepcopy(self.sizes, memo)
@@ -264,7 +262,7 @@ class HostPagePool:
         return pages > 0
 
     def _gatherer(self, pages: Tensor, heads: Tensor) -> Callable[[Tensor, slice], None]:
-        """Make what fills rows of host memory with a part of these blocks."""
+        """Make the function that fills rows of host memory with a part of these blocks."""
         pieces = self.pieces
         pages, heads = pages.to(pieces[0].device), heads.to(pieces[0].device)
 
@@ -279,7 +277,7 @@ class HostPagePool:
         return gather
 
     def _move_here(self, pages: Tensor, heads: Tensor, targets: Tensor, rows: Tensor) -> bool:
-        """Put blocks into `rows` of targets [n, t, p, d] without a copy in between, where a loop on the CPU does so."""
+        """Write blocks directly to `rows` of targets [n, t, p, d] if a CPU loop serves; return whether it did."""
         if not self._in_one_piece(targets):
             return False
         held, numbers = self.pieces[0].flatten(0, 1), heads.add(pages, alpha=self.page_shape[0])
@@ -289,19 +287,19 @@ class HostPagePool:
         return scatter_cpu(held.flatten(1), numbers, parts[0], parts[-1], rows)
 
     def _in_one_piece(self, targets: Tensor) -> bool:
-        """Whether everything lies head by head in one piece of memory, and what it is for on the CPU, too."""
+        """Whether all pages lie head by head in one piece of memory, and the targets are on the CPU."""
         in_memory = targets.device.type == "cpu" and self.on_disk is None
         return in_memory and self.layout == "hnd" and len(self.pieces) == 1
 
     def _allocate(self, first: int) -> list[tuple[int, Future[Tensor]]]:
-        """Ask for pieces from page `first` on, each with its first page."""
+        """Request pieces from page `first` on, each with its first page."""
         starts = [*range(first, max(1, self.num_pages), self.per_piece), self.num_pages]
         with torch.inference_mode(False):  # like every cache, writable wherever decoding goes on
             shape, dtype = self.page_shape, self.dtype
             return [(at, self.tiers.on_host_async(stop - at, *shape, dtype=dtype)) for at, stop in pairwise(starts)]
 
     def _borrow(self) -> None:
-        """Settle what is shared."""
+        """Decide what is shared, on first use."""
         if self._lender is None:
             return
         (other, pages), self._lender = self._lender, None
@@ -313,16 +311,16 @@ class HostPagePool:
         self._allocating += self._allocate(self.shared)
 
     def _between(self, first: int, stop: int) -> list[tuple[int, Future[Tensor]]]:
-        """The pieces that hold pages from `first` to before `stop`."""
+        """Return the pieces that hold pages from `first` to before `stop`."""
         ends = [start for start, _ in self._allocating[1:]] + [self.num_pages]
         return [piece for piece, end in zip(self._allocating, ends, strict=True) if piece[0] < stop and end > first]
 
     def _fill(self, target: Tensor, tensors: list[Tensor]) -> None:
-        """Put pages, t tensors [n, Hk, p, d], into their places `target`, n pages."""
+        """Write pages, t tensors [n, Hk, p, d], to `target`, n pages."""
         on_gpu, form = tensors[0].is_cuda, self.format
-        # On a GPU the layout changes there, so that contiguous copies cross the bus; a little at a time, for room.
+        # On a GPU the layout changes there, so that contiguous copies cross the bus; in parts, to save memory.
         at_once = max(1, OFFLOAD_BYTES // self.page_bytes) if on_gpu else max(1, len(target))
-        if form is not None:  # which is worked out in fp32, in several steps
+        if form is not None:  # quantising takes several steps in fp32
             at_once = max(1, at_once // 8 if on_gpu else form.at_once // target.shape[1])
         for part in slices(len(target), at_once):
             pages = torch.empty_like(target[part], device=tensors[0].device) if on_gpu else target[part]
@@ -335,7 +333,7 @@ class HostPagePool:
                 target[part].copy_(pages, non_blocking=True)
 
     def _take(self, piece: Tensor, pages: Tensor, heads: Tensor, out: Tensor | None = None) -> Tensor:
-        """Collect blocks of a piece, in `out` where it is given: [m, t, p, d]."""
+        """Collect blocks of a piece: [m, t, p, d], in `out` if given."""
         if self.layout == "hnd":
             return torch.index_select(piece.flatten(0, 1), 0, pages * piece.shape[1] + heads, out=out)
         taken = self._blocks(piece)[pages, heads]
@@ -347,12 +345,12 @@ class HostPagePool:
 
 
 def _within(gather: Callable[[Tensor, slice], None], first: int, blocks: Tensor, part: slice) -> None:
-    """Gather part of what begins at `first`."""
+    """Gather a part of what begins at `first`."""
     gather(blocks, slice(first + (part.start or 0), first + part.stop))
 
 
 WRITE_BYTES = 8 << 20
-"""About as much of a prompt's KV is put in order for the disk at once."""
+"""Bytes of a prompt's KV that are laid out for the disk at once, about."""
 
 
 def page_pool(
@@ -365,9 +363,9 @@ def page_pool(
     tensors: int = 2,
     kept: int = 0,
 ) -> HostPagePool:
-    """Make a pool in host memory, or on the disk where there is one and host memory has no room for all of it.
+    """Make a pool in host memory, or on a disk if there is one and host memory has no room for everything.
 
-    Of a pool on the disk the first `kept` pages stay in host memory as well.
+    The first `kept` pages of a pool on a disk stay in host memory as well.
 
     Raises:
         KvcliError: the share of host memory does not even hold what a step needs at once (will not fit).
@@ -384,10 +382,10 @@ def page_pool(
 class DiskPagePool(HostPagePool):
     """Full pages of one layer of one sequence, in a file; one page of one KV head is a block of it.
 
-    What is read and written, and by which names, is that of `HostPagePool`.
+    The interface is that of `HostPagePool`.
 
     Raises:
-        DiskError: reading and writing, where the disk is full (will not fit) or fails.
+        DiskError: when reading or writing, if the disk is full (will not fit) or fails.
     """
 
     on_disk: DiskBlocks
@@ -417,7 +415,7 @@ class DiskPagePool(HostPagePool):
 
     @override
     def write(self, first: int, *tensors: Tensor) -> int:
-        """Store consecutive full pages from page `first` on, the next ones; returns the bytes moved."""
+        """Store the next full pages, from page `first` on; return the bytes moved."""
         moved, count = 0, tensors[0].shape[1]
         if self.sizes is not None and first == 0 < count:
             self.on_disk.open()
@@ -433,7 +431,7 @@ class DiskPagePool(HostPagePool):
         return moved
 
     def announce(self, pages: Tensor, heads: Tensor) -> None:
-        """Have blocks (pages[i], heads[i]) read beside the run; the next `fetch_parts` has to be of the same ones."""
+        """Read blocks (pages[i], heads[i]) in the background; the next `fetch_parts` must be of the same blocks."""
         self.on_disk.begin(self._numbers(pages, heads))
         self._announced = True
 
@@ -451,13 +449,13 @@ class DiskPagePool(HostPagePool):
         return []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskPagePool:
-        """A copy shares what is written, and has a file and a cache of its own for what comes."""
+        """Share what is written, with a new file and cache for what comes."""
         other = copy.copy(self)
         other.on_disk, other.sizes = copy.deepcopy(self.on_disk, memo), copy.deepcopy(self.sizes, memo)
         return other
 
     _announced = False
-    _lent_sizes: Tensor | None = None  # sizes of keys of the pool that pages are shared of
+    _lent_sizes: Tensor | None = None  # channel sizes of the pool that lends pages
 
     @override
     def _allocate(self, first: int) -> list[tuple[int, Future[Tensor]]]:
@@ -473,5 +471,5 @@ class DiskPagePool(HostPagePool):
         return gather
 
     def _numbers(self, pages: Tensor, heads: Tensor) -> Any:
-        """Number blocks as they lie in the file: int64 [m] of numpy."""
+        """Number blocks as they lie in the file: numpy int64 [m]."""
         return (pages * self.heads + heads).cpu().numpy()

@@ -1,17 +1,17 @@
-"""The state of running objects as plain data and bytes, found by a walk over what they hold; nothing is pickled.
+"""The state of running objects as plain data and bytes, found by walking what they hold; nothing is pickled.
 
 `capture` walks from an object through its attributes: numbers, text, tensors, random generators; lists, tuples, dicts
-and deques of these; and further objects. `kvcli.runtime.checkpoint.restoring` walks the same way through an object
-that was made afresh with the same settings, and gives it that state. What a fresh object has anyway is no state:
-functions, types, frozen dataclasses of more than numbers and text, and classes that say `stateless = True`. A class
-can say more about its instances:
+and deques of these; and further objects. `kvcli.runtime.checkpoint.restoring` walks the same way through an object that
+was made afresh with the same settings, and gives it that state. What a fresh object has anyway is not state: functions,
+types, frozen dataclasses of more than numbers and text, and classes with `stateless = True`. A class can say more about
+its instances:
 
-    not_state       names of attributes that are left alone
-    restored()      called at the end, to make again what was left alone
-    settled()       `Settled` parts of its tensors and lists, which never change again and need be written but once
+    not_state       names of attributes that are skipped
+    restored()      called at the end, to rebuild what was skipped
+    settled()       `Settled` parts of its tensors and lists, which never change again and are written only once
 
 Tensors that share memory share it afterwards. A fresh tensor of the same form is filled in place, so that pinned memory
-stays pinned; another one gets memory of the tier it had.
+stays pinned; any other gets memory of the tier that it had.
 """
 
 import functools
@@ -30,9 +30,9 @@ _CONSTANT += (torch.device, torch.dtype)  # type: ignore[assignment]
 
 
 class Settled(NamedTuple):
-    """The first `stop` entries of a tensor's dimension `dim` never change again; those from `used` on mean nothing.
+    """The first `stop` entries of a tensor's dimension `dim` never change again; those from `used` on have no meaning.
 
-    The tensor takes up its memory whole; where several objects tell of one memory, the first one counts. Of a list of
+    The tensor must span its whole memory; if several objects describe one memory, the first one counts. For a list of
     numbers, or of lists of numbers, `dim` is 0.
     """
 
@@ -40,11 +40,11 @@ class Settled(NamedTuple):
     dim: int
     stop: int
     used: int | None = None
-    """None: as many as are settled."""
+    """None: the same as `stop`."""
 
 
 class StatePart(NamedTuple):
-    """What lies from entry `start` on under a name; of memory that is not `Settled`, all of its bytes."""
+    """The entries from `start` on of what has this name; for memory without `Settled` parts, all of its bytes."""
 
     name: str
     start: int
@@ -53,10 +53,10 @@ class StatePart(NamedTuple):
 
 @dataclass
 class State:
-    """What `capture` found, named by the way from the first object; tensors are on any device, and no copies.
+    """The result of `capture`, named by the path from the first object; tensors are on any device, and not copied.
 
-    `tree` is JSON. `added` is what has settled since the counts that were given, `settled` are the counts now;
-    `changing` is all that does not settle.
+    `tree` is JSON. `added` is what has settled since the given counts, `settled` are the counts now; `changing` is
+    everything that does not settle.
     """
 
     tree: Any
@@ -66,23 +66,23 @@ class State:
 
 
 def capture(root: Any, written: Mapping[str, int] | None = None) -> State:
-    """Take down the state of an object; of what settles, that beyond the counts `written`.
+    """Capture the state of an object; of what settles, only the part beyond the counts `written`.
 
     Raises:
-        TypeError: something is held of which it cannot be known whether it is state.
+        TypeError: an object is held of which it is unknown whether it is state.
     """
     return _Capture(written or {}).state(root)
 
 
 class _Capture:
-    """One walk: objects by their identity, memory by its address, each with what is known of it."""
+    """One walk, with what is known of each object (by identity) and memory (by address)."""
 
     def __init__(self, written: Mapping[str, int]) -> None:
         self.written = written
         self.objects: dict[int, int] = {}
         self.settled: dict[int, Settled] = {}  # by address, or by identity of a list
         self.names: dict[int, str] = {}  # of memory, by address
-        self.held: list[Any] = []  # so that no address is used twice
+        self.held: list[Any] = []  # keeps objects alive, so that no address is reused
         self.blocks: dict[str, dict[str, Any]] = {}
         self.found = State(None)
 
@@ -166,7 +166,7 @@ class _Capture:
         return {"tensor": [self.names[address], form_of(value)]}
 
     def part(self, name: str, settled: Settled) -> None:
-        """Note memory of which a part is settled."""
+        """Record memory that is partly settled."""
         what, dim, stop, used = settled
         assert isinstance(what, Tensor)
         assert what.nbytes == self.blocks[name]["bytes"], f"{name}: memory shared with what is not settled"
@@ -187,12 +187,12 @@ def raw(memory: torch.UntypedStorage) -> Tensor:
 
 
 def is_record(kind: type) -> bool:
-    """Tell whether a class is a frozen dataclass."""
+    """Return whether a class is a frozen dataclass."""
     return is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def form_of(tensor: Tensor) -> list[Any]:
-    """Say where a tensor lies in its memory: dtype, shape, strides, offset."""
+    """Return where a tensor lies in its memory: dtype, shape, strides, offset."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return [dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
 

@@ -1,4 +1,4 @@
-"""The memory that KV lives in: what a device holds, and what the host keeps for it."""
+"""Memory tiers of KV: what a device holds, and what the host keeps for it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from kvcli.memory.pinned import (
 class Tiers:
     """The memory that KV lives in: `device` computes, `host` keeps what the device has no room for.
 
-    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For
-    CUDA, `pinned` allocates the host's memory, which the device reads and writes itself, and what the host gathers
-    from it goes through `staging`. Where both are `one_memory`, nothing has to be brought that can be read in its
-    place. A token has two `parts` in each KV head, its key and its value, or one that is both. KV is in `dtype`,
-    but in host memory as `kv_dtype` says. Where there is a `disk`, its files hold what host memory would, which
-    then is their cache.
+    On a CPU both are host memory; on the meta device nothing is allocated, which is how memory is planned. For CUDA,
+    `pinned` allocates host memory that the device reads and writes directly, and data that the host gathers from it
+    goes through `staging`. With `one_memory`, data that can be read in place is not copied. A token has two `parts` in
+    each KV head, its key and its value, or one that is both. KV is in `dtype`, but in host memory as `kv_dtype` says.
+    With a `disk`, its files take the place of host memory, which becomes their cache.
     """
 
     device: torch.device
@@ -54,20 +53,21 @@ class Tiers:
         return cls(device, host, dtype, one_memory=device.type == "cpu")
 
     def on(self, device: torch.device) -> Tiers:
-        """The same with another device, and the host's memory as that one reads it; meta stays meta."""
+        """Return the tiers with another device, and host memory as that one reads it; meta stays meta."""
         if device == self.device or self.device.type == "meta":
             return self
         other = Tiers.for_device(device, self.dtype)
         return replace(self, device=device, pinned=other.pinned, staging=other.staging, one_memory=other.one_memory)
 
     def above(self, disk: DiskTier | None) -> Tiers:
-        """The memory of one sequence, of which what host memory is not to hold lies on a disk, where there is one."""
+        """Return the tiers of one sequence, with its share of the disk if there is one."""
         return self if disk is None else replace(self, disk=disk.share())
 
     def on_device(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate uninitialised device memory that stays; on a CPU much of it is in huge pages.
+        """Allocate uninitialised device memory to be kept; on a CPU, large tensors use huge pages.
 
-        Rows that lie anywhere are found faster there: a processor remembers where a few thousand pages are.
+        Scattered rows are found faster in huge pages, because a processor caches only a few thousand address
+        translations.
         """
         kind = dtype or self.dtype
         if self.device.type == "cpu" and math.prod(shape) * kind.itemsize >= HUGE_PAGE:
@@ -75,19 +75,19 @@ class Tiers:
         return self.scratch(*shape, dtype=kind)
 
     def scratch(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate uninitialised device memory that is given back soon, and then need not be made again."""
+        """Allocate uninitialised device memory that is freed soon, and then can be reused."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def on_host(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate uninitialised host memory.
 
         Raises:
-            KvcliError: the system pins no more (will not fit).
+            KvcliError: no more memory can be pinned (will not fit).
         """
         return self.on_host_async(*shape, dtype=dtype).result()
 
     def on_host_async(self, *shape: int, dtype: torch.dtype | None = None, urgent: bool = False) -> Future[Tensor]:
-        """Begin to allocate as `on_host` does; pinned memory gets ready in the order of these calls, `urgent` first."""
+        """Start allocating like `on_host`; pinned memory gets ready in the order of the calls, `urgent` ones first."""
         if self.pinned is not None:
             return self.pinned.allocate(shape, dtype or self.dtype, urgent)
         ready: Future[Tensor] = Future()
@@ -98,9 +98,9 @@ class Tiers:
     def gathered(
         self, shape: tuple[int, ...], gather: Callable[[Tensor, slice], None], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Make a tensor of this shape on the device of rows that `gather` collects in host memory.
+        """Make a tensor of this shape on the device, from rows that `gather` collects in host memory.
 
-        `gather(rows, part)` has to fill `rows` with rows `part` of the result; see `PinnedStaging.upload`.
+        `gather(rows, part)` must fill `rows` with rows `part` of the result; see `PinnedStaging.upload`.
         """
         target = self.scratch(*shape, dtype=dtype)
         if self.staging is None:
@@ -112,10 +112,10 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes a cache holds in each tier; `shared` are bytes in host memory that another sequence holds.
+    """Bytes that a cache holds in each tier; `shared` are bytes in host memory that another sequence holds.
 
-    `disk` are those of its files: what `host` holds of them is a copy. Where there are several devices, `by_device` has
-    those of each, in their order.
+    `disk` are the bytes of its files, of which `host` holds copies. With several devices, `by_device` has the bytes of
+    each, in order.
     """
 
     device: int = 0
@@ -134,22 +134,22 @@ class Footprint:
         )
 
     def times(self, number: int) -> Footprint:
-        """Count it so many times; what is taken away counts less than none."""
+        """Multiply all sizes by `number`, which may be negative."""
         device, host, shared, disk = (number * size for size in (self.device, self.host, self.shared, self.disk))
         return Footprint(device, host, shared, disk, tuple(number * size for size in self.by_device))
 
     def on(self, place: int, devices: int) -> Footprint:
-        """Say that the device is this one of several."""
+        """Assign the device bytes to device number `place` of `devices`."""
         return replace(self, by_device=tuple(self.device if place == at else 0 for at in range(devices)))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a decode step has to move in one layer of one sequence.
+    """Bytes that a decode step moves in one layer of one sequence.
 
-    Read on the device are the `attended` KV, the `scored` part of the index, and the `scores` that are selected by.
-    `recalled` is what comes from the host when none of the selected KV is on the device yet; with it `rebuilt_from` is
-    read on the device where keys are made of their factors, in so many `rebuilding` operations (a multiply-add is two).
+    Read on the device are the `attended` KV, the `scored` part of the index, and the `scores` used for selection.
+    `recalled` comes from the host if none of the selected KV is on the device yet. In addition, `rebuilt_from` is read
+    on the device where keys are rebuilt from factors, in `rebuilding` operations (a multiply-add is two).
     """
 
     attended: int = 0
@@ -161,5 +161,5 @@ class Traffic:
 
 
 def nbytes(*tensors: Tensor | None) -> int:
-    """Sum the bytes of tensors, of those that are there."""
+    """Sum the bytes of tensors, ignoring None."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

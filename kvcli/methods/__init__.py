@@ -1,9 +1,9 @@
-"""KV-cache methods: one file or folder each, and its name is the method's name; and those of other packages.
+"""KV-cache methods of this package, one file or folder each, named like the method; and methods of other packages.
 
 A folder holds what only this method uses: the method in `method.py`, its cache, its kernels.
 
-Another package offers a method by an entry point of the group `kvcli.methods`, whose name is the method's and whose
-object is the class, or by `register` in a running program.
+Another package offers a method by an entry point of the group `kvcli.methods`, named like the method and pointing to
+its class, or by `register` in a running program.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _registered: dict[str, type[AnyMethod]] = {}
 
 
 def register(method_class: MethodT, name: str | None = None) -> MethodT:
-    """Make a method usable by `name`, else by the name of its class in lower case; also as a decorator.
+    """Make a method available as `name`, by default its class name in lower case; also usable as a decorator.
 
-    A class of the same module and name replaces the one registered before, as when a notebook's cell is run again.
+    A class with the same module and name replaces the one registered before, as when a notebook cell is run again.
 
     Raises:
-        KvcliError: another method has this name, or the class is no `Method`.
+        KvcliError: another method has this name, or the class is not a `Method`.
     """
     name = name or method_class.__name__.lower()
     before = _registered.get(name)
@@ -45,22 +45,22 @@ def register(method_class: MethodT, name: str | None = None) -> MethodT:
 
 
 def method_names() -> list[str]:
-    """List all methods, importing none of them.
+    """List all methods without importing them.
 
     Raises:
-        KvcliError: two packages offer a method of one name.
+        KvcliError: two packages offer methods of the same name.
     """
     return sorted({*own_method_names(), *_registered, *_offered()})
 
 
 def own_method_names() -> list[str]:
-    """List the methods of this package by their files and folders; what starts with an underscore is none."""
+    """List the methods of this package by their files and folders; names with a leading underscore are not methods."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in names if name not in _SHARED and not name.startswith("_"))
 
 
 def home_of(name: str) -> str:
-    """Name the module that holds the class of an own method, below this package."""
+    """Return the module that holds the class of one of this package's methods, relative to this package."""
     folders = {module.name for module in pkgutil.iter_modules(__path__) if module.ispkg}
     return f"{name}.method" if name in folders else name
 
@@ -90,7 +90,7 @@ def get_method(name: str) -> type[AnyMethod]:
 
 
 def _offered() -> dict[str, EntryPoint]:
-    """Entry points of other packages by the names of their methods."""
+    """Return the entry points of other packages, by method name."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
         if point.name in own_method_names() or found.setdefault(point.name, point).value != point.value:
@@ -109,10 +109,10 @@ def _load(point: EntryPoint) -> type[AnyMethod]:
 
 
 def _checked(name: str, method_class: type[AnyMethod]) -> type[AnyMethod]:
-    """Let a class pass that is a method and states what a listing shows.
+    """Return the class if it is a method and states everything that a listing shows.
 
     Raises:
-        KvcliError: it is not, or does not.
+        KvcliError: it is not a method, or a statement is missing.
     """
     from kvcli.methods.card import STATED
     from kvcli.methods.contract import Method

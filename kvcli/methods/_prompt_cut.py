@@ -1,7 +1,7 @@
-"""What methods share that cut a prompt once, before the first token is generated, to a budget of its tokens.
+"""Shared base of methods that cut a prompt once, before the first token is generated, to a budget of its tokens.
 
-Generated tokens are kept, all of them: the budget is that of the prompt. Where a document is cut for whatever will be
-asked about it, the question behind it stays, as far as half of the budget goes.
+All generated tokens are kept: the budget is that of the prompt. Where a document is cut for whatever will be asked
+about it, the question after it stays, as far as half of the budget goes.
 """
 
 from abc import abstractmethod
@@ -24,7 +24,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class PromptCutConfig(MethodConfig):
-    """The setting shared by the methods that keep a budget of the prompt."""
+    """The setting shared by methods that keep a budget of the prompt."""
 
     budget: CountOrShare = setting(
         2048, "tokens kept of the prompt per layer and KV head, window included", "tokens", ge=1
@@ -32,7 +32,7 @@ class PromptCutConfig(MethodConfig):
 
     @override
     def beside_budget(self, prompt: int, generated: int) -> int:
-        """What is generated."""
+        """Return the number of generated tokens."""
         return generated
 
 
@@ -40,28 +40,28 @@ ConfigT = TypeVar("ConfigT", bound=PromptCutConfig)
 
 
 class PromptCut(Method[ConfigT, PrunedCache]):
-    """Keeps of a prompt what a subclass chooses, and every token after it."""
+    """Keeps the prompt tokens that a subclass chooses, and every token after the prompt."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         self.kept: dict[int, int] = {}  # layer -> tokens of the prompt
 
     def layer_budget(self, layer: int, prompt: int) -> int:  # noqa: ARG002
-        """How many tokens a layer may keep of a prompt."""
+        """Return how many tokens a layer may keep of a prompt."""
         return self.config.budget
 
     def new_cache(self, layer: LayerGeometry) -> PrunedCache:
-        """Have room for the layer's budget and what is generated; for everything as long as the prompt is unknown."""
+        """Make room for the layer's budget and the generated tokens; for everything while the prompt is unknown."""
         capacity, prompt = self.context.capacity, self.context.prompt_tokens or 0
         rows = capacity - max(0, prompt - self.layer_budget(layer.index, prompt))
         return PrunedCache(layer.num_kv_heads, layer.head_dim, rows, capacity, self.context.tiers)
 
     @abstractmethod
     def choose(self, layer: int, budget: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> Tensor:
-        """Choose which tokens to keep of more than `budget`, ascending: [Hk, budget]; tensors as in `prefill`."""
+        """Choose which tokens to keep of more than `budget`: [Hk, budget], ascending. Tensors are as in `prefill`."""
 
     def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Keep what is chosen; a prompt within the budget whole."""
+        """Keep the chosen tokens; keep a prompt within the budget whole."""
         budget = self.layer_budget(layer, k.shape[1])
         if k.shape[1] <= budget:
             cache.load(k, v)
@@ -76,12 +76,12 @@ class PromptCut(Method[ConfigT, PrunedCache]):
         return StepPlan()
 
     def statistics(self) -> dict[str, Any]:
-        """Say how many tokens each layer kept of the prompt; sliding-window layers, which are not cut, do not count."""
+        """Return how many prompt tokens each layer kept; sliding-window layers, which are not cut, do not count."""
         return {"kept_tokens": [self.kept[layer] for layer in sorted(self.kept)]}
 
 
 class DocumentCutConfig(PromptCutConfig):
-    """Settings shared by the methods that cut a document for whatever will be asked about it."""
+    """Settings shared by methods that cut a document for whatever will be asked about it."""
 
     budget: CountOrShare = setting(
         2048, "tokens kept of the prompt per layer and KV head, sink and window included", "tokens", ge=1
@@ -106,19 +106,19 @@ DocumentConfigT = TypeVar("DocumentConfigT", bound=DocumentCutConfig)
 
 
 class DocumentCut(PromptCut[DocumentConfigT]):
-    """Keeps of a document what a subclass finds worth most, whatever the question is."""
+    """Keeps the tokens of a document that a subclass rates highest, whatever the question is."""
 
     @abstractmethod
     def worth(self, layer: int, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Tell what the tokens k, v [Hk, n, d] between sink and window are worth: [Hk, n]."""
+        """Rate the tokens k, v [Hk, n, d] between sink and window; return [Hk, n]."""
 
     def document_tokens(self, prompt: int) -> int:
-        """Tokens before the prompt's question; all of them where it has none, or nothing to speak of before it."""
+        """Return the number of tokens before the question; all of them without one, or if only sinks precede it."""
         known = self.context.document_tokens
         return prompt if known is None or known <= self.config.sink else known
 
     def choose(self, layer: int, budget: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
-        """Keep sink and question, and what of the rest is worth most."""
+        """Keep sink and question, and the highest-rated tokens of the rest."""
         sink, length = self.config.sink, k.shape[1]
         last = max(self.config.window, min(length - self.document_tokens(length), budget // 2))
         between = slice(sink, length - last)

@@ -1,18 +1,18 @@
-"""ActQKV: InfLLM with a probe of the window's unusual queries and a cut-off by layer (arXiv 2502.13542, section 4).
+"""ActQKV: InfLLM with a probe of the window's unusual queries and a cut-off per layer (arXiv 2502.13542, section 4).
 
-In prefill the query that looks for blocks is not the mean of the window's queries: each weighs as much as it deviates
-from the mean of all queries so far, per channel in units of their variance (equations 7 to 9). Blocks are ranked by
-cosine. Where the prompt is a document and a question, the question is read first, alone; its queries make a second
-probe, with moments of their own, whose cosine is added `question_weight` times, in prefill only.
+In prefill the query that looks for blocks is not the mean of the window's queries. Each query weighs as much as it
+deviates from the mean of all queries so far, per channel in units of their variance (equations 7 to 9). Blocks are
+ranked by cosine. Where the prompt is a document and a question, the question is read first, alone. Its queries make a
+second probe, with moments of their own, whose cosine is added `question_weight` times, in prefill only.
 
-In decode the query itself is the probe, and the layers share their budget by the entropies of their scores
-(below); how much a layer gets is clamped. The clamps are parts of the budget, so that they scale
-with it. While the context fits into the budget there is no cut-off.
+In decode the query itself is the probe, and the layers share their budget by the entropies of their scores (below). The
+share of a layer is clamped; the clamps are fractions of the budget, so that they scale with it. While the context fits
+into the budget there is no cut-off.
 
-Windows, blocks, representatives, positions and exactness are InfLLM's. Keys have their KV heads repeated for the query
-heads they serve. A question longer than a window counts by its last tokens.
+Windows, blocks, representatives, positions and exactness are those of InfLLM. Keys have their KV heads repeated for the
+query heads they serve. A question longer than a window counts by its last tokens.
 
-The probe: one query that stands for a window, by how far its tokens are from the usual (arXiv 2502.13542, 4.1).
+The probe is one query that stands for a window, weighted by how unusual its tokens are (arXiv 2502.13542, 4.1):
 
     phi_j = (q_j - mean)^2 / (variance + eps)          probe = sum_j |phi_j|_1 / sum_i |phi_i|_1 * q_j
 
@@ -21,12 +21,12 @@ Mean and variance per channel are merged window by window (Chan, Golub and LeVeq
     n = n_a + n_b,  delta = mean_b - mean_a
     mean = mean_a + delta * n_b / n          M2 = M2_a + M2_b + delta^2 * n_a * n_b / n          variance = M2 / (n - 1)
 
-The cut-off: how the layers share the budget of a decode step (arXiv 2502.13542, section 4.2).
+The cut-off divides the budget of a decode step among the layers (arXiv 2502.13542, section 4.2).
 
-A layer takes of what is left the part that the entropy of its scores has in the entropies of itself and the layers
-still to come (equation 12), for which the means of their last 100 steps stand; before each layer has one, the split is
-even. What a layer really gets, rounded and clamped, is what the next ones lack; so the layers' mean keeps to the
-budget, unless a clamp binds.
+A layer takes from the remaining budget the fraction that its entropy has in the sum of its own and the entropies of the
+layers still to come (equation 12); for these the means of their last 100 steps are used. Until every layer has a mean,
+the split is even. The rounded and clamped share of a layer is subtracted from the rest, so the layers' mean keeps to
+the budget, unless a clamp binds.
 """
 
 from collections import deque
@@ -49,7 +49,7 @@ EPS = 1e-6
 
 
 class Moments(NamedTuple):
-    """Number of the observations, their mean [c] and their sum of squared deviations [c]."""
+    """The number of observations, their mean [c] and their sum of squared deviations [c]."""
 
     seen: int
     mean: Tensor
@@ -62,14 +62,14 @@ class Moments(NamedTuple):
 
 
 def moments_of(x: Tensor) -> Moments:
-    """Moments of one batch x [n, c], n >= 1."""
+    """Return the moments of one batch x [n, c], n >= 1."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = x.mean(0)
     return Moments(len(x), mean, (x - mean).square().sum(0))
 
 
 def merge_moments(a: Moments, b: Moments) -> Moments:
-    """Moments of both together."""
+    """Return the moments of both sets together."""
     seen = a.seen + b.seen
     delta = b.mean - a.mean
     mean = a.mean + delta * (b.seen / seen)
@@ -77,10 +77,10 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
 
 
 def activation_probe(queries: Tensor, moments: Moments, reverse: bool = False) -> Tensor:
-    """Weigh queries [n, c], heads concatenated in c, by their activation bias -> [c] in at least fp32.
+    """Weigh queries [n, c], heads concatenated in c, by their activation bias; return [c] in at least fp32.
 
-    Where no query differs from the mean, as for the first of all, each weighs the same. In `reverse` the usual ones
-    weigh more, by the reciprocal of their bias (appendix D.3).
+    Where no query differs from the mean, as for the very first, all weigh the same. With `reverse` usual queries weigh
+    more, by the reciprocal of their bias (appendix D.3).
     """
     queries = queries.to(moments.mean.dtype)
     bias = ((queries - moments.mean).square() / (moments.variance + EPS)).sum(1)  # [n]
@@ -91,11 +91,11 @@ def activation_probe(queries: Tensor, moments: Moments, reverse: bool = False) -
     return weights @ queries
 
 
-RECENT_STEPS = 100  # steps whose entropies make a layer's mean
+RECENT_STEPS = 100  # steps over which a layer's entropies are averaged
 
 
 class CutOff:
-    """Divides `blocks` a layer among `layers` by their entropies, layer after layer within each step."""
+    """Divides `blocks` per layer among `layers` by their entropies, layer after layer within each step."""
 
     def __init__(self, layers: Sequence[int], blocks: int, least: int, most: int):
         self.layers, self.blocks, self.least, self.most = list(layers), blocks, least, most
@@ -104,7 +104,7 @@ class CutOff:
         self.remaining = 0.0
 
     def allot(self, layer: int, entropy: float, candidates: int) -> int:
-        """Give `layer` its blocks of this step, at most `candidates`."""
+        """Return how many blocks `layer` gets at this step, at most `candidates`."""
         if layer == self.layers[0]:
             self.remaining = len(self.layers) * self.blocks
         rest = self.layers[self.layers.index(layer) + 1 :]
@@ -140,12 +140,12 @@ class ActQKVConfig(InfLLMConfig):
 
     @property
     def slots(self) -> int:
-        """Retrieved blocks that the device has room for, per layer: the most that the cut-off gives."""
+        """Retrieved blocks that the device has room for, per layer: the most that the cut-off allots."""
         return round(self.cutoff_most * self.pages.selected)
 
 
 class ActQKV(InfLLM):
-    """Activation-aware probe, cosine with block keys, as many blocks as the layer's entropy deserves."""
+    """Searches with an activation-aware probe, by cosine; a layer gets as many blocks as its entropy deserves."""
 
     Config = ActQKVConfig
     title = "blocks that a window's unusual queries find; more where layers need more"
@@ -167,26 +167,26 @@ class ActQKV(InfLLM):
 
     def __init__(self, config: ActQKVConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        self.moments: dict[int, Moments] = {}  # layer -> of all the prompt's queries so far [H * d]
+        self.moments: dict[int, Moments] = {}  # layer -> moments of all the prompt's queries so far [H * d]
         self.question: dict[int, Tensor] = {}  # layer -> the question's probe [H, d]
         self.cutoff = CutOff(list(self.retrieval), config.pages.selected, config.least, config.slots)
 
     @property
     @override
     def preview(self) -> Sequence[int]:
-        """The question, if there is one and it matters."""
+        """The question, if there is one and it has a weight."""
         return self.context.question if self.config.question_weight else ()
 
     @override
     def take_preview(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> None:
-        """Make the question's probe, without the prompt's first token, whose query says nothing of it."""
+        """Make the question's probe; the prompt's first token, which comes with it, is left out."""
         if layer in self.retrieval:
             queries = self.retrieval[layer].unrotate(q[:, 1:], 1)
             self.question[layer] = self._probe(queries, moments_of(_by_token(queries)))
 
     @override
     def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:
-        """The window joins the moments before it is judged by them."""
+        """Score every block for a window; its queries join the moments before they are weighed by them."""
         moments = moments_of(_by_token(queries))
         if layer in self.moments:
             moments = merge_moments(self.moments[layer], moments)
@@ -211,7 +211,7 @@ class ActQKV(InfLLM):
         return self.cutoff.allot(layer, share, len(scores))
 
     def _probe(self, queries: Tensor, moments: Moments) -> Tensor:
-        """Make one query [H, d] of a window's queries [H, n, d]."""
+        """Make one query [H, d] from a window's queries [H, n, d]."""
         if self.config.probe == "mean":
             return queries.mean(1)
         probe = activation_probe(_by_token(queries), moments, self.config.probe == "reverse")

@@ -1,16 +1,16 @@
 """ArkVale: pages are evicted from the device, and recalled when they matter again (Chen et al., NeurIPS 2024).
 
-Every full page has a digest, a cuboid about its keys, and lies in host memory. A step scores all pages by the upper
-bound of q.k in their cuboid, recalls those of the best that are missing, and only then attends: recall is on the
-critical path. What makes room is what scores worst of the pages on the device. So only a part `top_part` of the pages
-attended to are the best of all; the others are the best of those that are there anyway.
+Every full page has a digest, a cuboid around its keys, and lies in host memory. A step scores all pages by the upper
+bound of q.k in their cuboid, recalls the missing ones of the best, and only then attends: recall is on the critical
+path. The pages on the device with the worst scores make room. So only a part `top_part` of the pages attended to are
+the best of all; the others are the best of those that are on the device anyway.
 
 Decided as in FreeKV's comparison (arXiv 2505.13109): every KV head has its own pages, by the mean over its query heads
-of their softmaxed scores, where the reference code has one set a layer and averages raw bounds over all heads. One
-leading layer is dense; the paper leaves two alone (section 6.1), and `dense_layers = 2` compares as the paper does: at
-small budgets of small models it finds much more. That half of the pages are the best is the code's default; its
-experiments take a quarter, and their sink and window are the defaults here. While nothing is resident yet, at a
-prompt's first step, all pages attended to are the best.
+of their softmaxed scores, where the reference code has one set per layer and averages raw bounds over all heads. One
+leading layer is dense; the paper leaves two (section 6.1), and `dense_layers = 2` compares as the paper does: at small
+budgets of small models it finds much more. That half of the pages are the best is the code's default; its experiments
+take a quarter, and their sink and window are the defaults here. While nothing is resident yet, at a prompt's first
+step, all pages attended to are the best.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
     device_memory = "O(B + L/p)"
 
     def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
-        """Keep everything in host memory, a budget of pages on the device, and digests of all."""
+        """Make a cache with everything in host memory, and a budget of pages and all digests on the device."""
         return OffloadedPageCache(
             layer.num_kv_heads,
             layer.head_dim,

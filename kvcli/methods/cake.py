@@ -1,20 +1,21 @@
 """CAKE: layers share one budget by how their attention spreads and shifts (arXiv 2503.12491, section 4).
 
 A layer whose attention is spread over many tokens (entropy H of the rows of the last `window` queries) or moves from
-query to query (variance V of the columns) needs more of a prompt; its preference is P = H^(1/tau1) * V^(1/tau2). Which
-tokens it keeps is up to the mean and variance of what each received, so that those that matter now and then stay too.
+query to query (variance V of the columns) needs more of a prompt; its preference is P = H^(1/tau1) * V^(1/tau2). Within
+a layer, tokens are kept by the mean and variance of the attention they received, so that tokens that matter only now
+and then stay too.
 
 The prompt is read layer by layer, and preferences become known one by one. So each layer, when it has been read, shares
-the budget of all layers with those before it, which have to cut what they hold once more (cascading). Shares only ever
-shrink, hence the result is that of one cut in the end, but never more is held than then.
+the budget of all layers with those before it, which are cut once more (cascading). Shares only ever shrink, so the
+result is that of a single cut at the end, but never more is held than then.
 
-Decided where the paper is silent or its reference code differs: no layer is given more than the prompt has, and what it
-leaves goes to the others in proportion (the code's even split may take back what was evicted). The mean over the query
+Decided where the paper is silent or its reference code differs: no layer is given more than the prompt has, and the
+surplus goes to the others in proportion (the code's even split may take back what was evicted). The mean over the query
 heads of a KV head chooses its tokens, as in the code. Generated tokens are kept: the algorithm ends with the prompt,
-the code goes on evicting. A prompt of up to `budget` tokens is kept whole; in a longer one the `window` last tokens
-stay in every layer, and only what `budget` leaves beside them is shared. Both temperatures are 1, as in the code
-without a table for the model; its experiments tune them for each model and budget (1.6 and 0.4 for Llama-3.1-8B with
-1,024 tokens a layer).
+the code goes on evicting. A prompt of up to `budget` tokens is kept whole; of a longer one the `window` last tokens
+stay in every layer, and only the rest of `budget` is shared. Both temperatures are 1, as in the code without a table
+for the model; its experiments tune them for each model and budget (1.6 and 0.4 for Llama-3.1-8B with 1,024 tokens per
+layer).
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ class CAKEConfig(SnapKVConfig):
 
 
 class CAKE(SnapKV):
-    """Cuts all layers read so far to their shares, whenever another was read."""
+    """Cuts all layers read so far to their shares, whenever another has been read."""
 
     Config = CAKEConfig
     config: CAKEConfig
@@ -60,11 +61,11 @@ class CAKE(SnapKV):
 
     def __init__(self, config: CAKEConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        self.preferences: dict[int, float] = {}  # of the layers read so far, in their order
+        self.preferences: dict[int, float] = {}  # layer -> preference, in the order of reading
         self.indicators: dict[int, Tensor] = {}  # layer -> worth of the tokens it holds before the window [Hk, n]
 
     def take_prompt(self, layer: int, cache: PrunedCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Look at the layer, share out anew, cut the layers before to their shares, and keep this one's."""
+        """Measure the layer's attention, share the budget anew, cut earlier layers to their shares; keep this one's."""
         length, config = k.shape[1], self.config
         if length <= config.budget:
             super().take_prompt(layer, cache, k, v, q, softmax)
@@ -83,7 +84,7 @@ class CAKE(SnapKV):
             self.indicators.clear()
 
     def _best(self, layer: int, share: int) -> Tensor:
-        """Find the layer's window and its `share` best tokens among those it holds: [Hk, share + window]."""
+        """Return the layer's window and the `share` best tokens among those it holds: [Hk, share + window]."""
         indicator, window = self.indicators[layer], self.config.window
         best = kept_tokens(indicator, window, min(share, indicator.shape[1]) + window)
         self.indicators[layer] = indicator.take_along_dim(best[:, :-window], 1)
@@ -93,7 +94,7 @@ class CAKE(SnapKV):
 def capped_shares(preferences: Sequence[float], total: int, cap: int) -> list[int]:
     """Share `total` in proportion to preferences >= 0, none above `cap`; shares are rounded down.
 
-    What a capped share leaves goes to the others in proportion. A further preference makes no share larger.
+    The surplus of a capped share goes to the others in proportion. Adding a preference makes no share larger.
     """
     order = sorted(range(len(preferences)), key=lambda index: preferences[index])
     shares, left = [0] * len(order), float(total)
@@ -107,7 +108,7 @@ def capped_shares(preferences: Sequence[float], total: int, cap: int) -> list[in
 
 
 class Dynamics(NamedTuple):
-    """How a layer's attention spreads (`dispersion` H) and moves (`shift` V), and the worth of tokens I [Hk, s - r]."""
+    """Spread (`dispersion` H) and movement (`shift` V) of a layer's attention, and worth of tokens I [Hk, s - r]."""
 
     dispersion: float
     shift: float
@@ -120,7 +121,7 @@ def attention_dynamics(q: Tensor, k: Tensor, softmax: Softmax, gamma: float, ker
         H = -sum_ij w_ij log w_ij      V = sum_j Var_i(w_ij)
         I_j = mean over the group of the mean, over |t - j| <= kernel // 2, of Mean_i(w_it) + gamma * Var_i(w_it)
 
-    H and V are sums over all heads, Var is unbiased, nothing is renormalised, and no token stands beyond the ends.
+    H and V are sums over all heads, Var is unbiased, nothing is renormalised, and the ends are padded with zeros.
     Shapes: k [Hk, s, d], 2 <= r < s, `kernel` odd. The weights of one KV head are held at a time.
     """
     before = k.shape[1] - q.shape[1]

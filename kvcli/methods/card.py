@@ -1,4 +1,4 @@
-"""What a method says of itself, read from its file without running it, so that a listing need not wait for torch."""
+"""Cards of methods: what a method states, read from its file without running it, so that listings need no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEMORY_SYMBOLS = {
     "s": "part of the KV heads that keep everything",
     "n": "layers",
 }
-"""What the letters in `Method.device_memory` stand for."""
+"""The letters in `Method.device_memory`."""
 
 LEGEND = {
     "long generation": "generated tokens are treated like the prompt's, however many there are",
@@ -40,14 +40,14 @@ LEGEND = {
     "device memory": "KV on the device for each layer, in tokens: "
     + ", ".join(f"{letter} {meaning}" for letter, meaning in MEMORY_SYMBOLS.items()),
 }
-"""Heads of the capabilities in a table, and what they mean; all with default settings."""
+"""Column heads of the table of capabilities, and their meaning; all with default settings."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """The class attributes of the same names (see `Method`), as they are with the method's default settings.
+    """The class attributes of the same names (see `Method`), with the method's default settings.
 
-    `gpu_step` is what `gpu_step_of` says.
+    `gpu_step` is the result of `gpu_step_of`.
     """
 
     title: str
@@ -60,23 +60,23 @@ class Card:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """Cells of a table under the heads of `LEGEND`."""
+        """Cells of a table row under the heads of `LEGEND`."""
         pooled = "yes" if self.group_consistent else "pooled"
         offloads = "yes" if self.offloads else "no"
         return "yes" if self.long_generation else "no", offloads, pooled, self.gpu_step, self.device_memory
 
 
 STATED = [field for field in Card.__dataclass_fields__ if field != "gpu_step"]
-"""What a method states by class attributes of the same names."""
+"""What a method states by class attributes."""
 
 GRAPH, PIECEWISE, BLOCKING = "graph", "piecewise", "blocking"
-LAUNCHED = "launched"  # promised of no method: a graph or pieces that cannot be captured, kernel by kernel
+LAUNCHED = "launched"  # a graph or pieces that cannot be captured run kernel by kernel; no method states this
 
 
 def gpu_step_of(method: type[AnyMethod], config: MethodConfig | AnyMethod) -> str:
-    """What runs a step of a method with these settings on a GPU, see `LEGEND`; or of a sequence, given its method.
+    """Return what runs a step of a method with these settings on a GPU (see `LEGEND`); or of a sequence's method.
 
-    A graph where the method has a `step_plan` of its own; phase after phase where it listens between the layers.
+    A graph if the method has a `step_plan` of its own; phase after phase if it listens between the layers.
     """
     from kvcli.methods.contract import Method
 
@@ -86,9 +86,9 @@ def gpu_step_of(method: type[AnyMethod], config: MethodConfig | AnyMethod) -> st
 
 
 def read_card(name: str) -> Card:
-    """Find what the method called `name` states; what it leaves out is that of the method that it derives from.
+    """Return what the method called `name` states; the rest comes from the method that it derives from.
 
-    A method of another package is imported for it.
+    A method of another package is imported.
 
     Raises:
         KvcliError: it cannot be imported.
@@ -103,7 +103,7 @@ def read_card(name: str) -> Card:
 
 
 def setting_names(name: str) -> list[str]:
-    """Names of the settings of the method called `name`, those that it shares first; imported as for `read_card`."""
+    """List the settings of the method called `name`, shared ones first; imports it like `read_card`."""
     if name in own_method_names():
         return list(dict.fromkeys(_settings(home_of(name))))
     return list(get_method(name).Config.model_fields)
@@ -111,7 +111,7 @@ def setting_names(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ClassSource:
-    """What a class and those that it derives from define, the contract left out: values of literals, else None."""
+    """The names that a class and its bases define, except the contract's: values of literals, otherwise None."""
 
     module: str
     names: dict[str, Any]
@@ -119,7 +119,7 @@ class ClassSource:
 
 @cache
 def _classes(module: str) -> dict[str, ClassSource]:
-    """Find the classes that a module of `kvcli.methods` defines or imports from another one, by their names."""
+    """Return, by name, the classes that a module of `kvcli.methods` defines or imports from another one."""
     known: dict[str, ClassSource] = {}
     for node in _statements(module):
         match node:
@@ -143,7 +143,7 @@ def _classes(module: str) -> dict[str, ClassSource]:
 
 
 def _settings(module: str) -> Iterator[str]:
-    """Name the settings of the method that `module` holds, those that it shares first."""
+    """List the settings of the method that `module` holds, shared ones first."""
     for node in _statements(module):
         for statement in node.body if isinstance(node, ast.ClassDef) else ():
             match statement:
@@ -152,14 +152,14 @@ def _settings(module: str) -> Iterator[str]:
 
 
 def _declared(module: str, config: str) -> Iterator[str]:
-    """Name the settings of the class `config`, which `module` declares or imports."""
+    """List the settings of the class `config`, which `module` declares or imports."""
     for node in _statements(module):
         match node:
             case ast.ImportFrom(module=str(imported), names=names) if config in (each.name for each in names):
                 if (other := _of_a_method(imported)) is not None:
                     yield from _declared(other, config)
             case ast.ClassDef(name=name, bases=bases, body=body) if name == config:
-                for base in reversed(bases):  # as fields are inherited
+                for base in reversed(bases):  # the order in which fields are inherited
                     if isinstance(base, ast.Name):
                         yield from _declared(module, base.id)
                 for statement in body:
@@ -170,7 +170,7 @@ def _declared(module: str, config: str) -> Iterator[str]:
 
 
 def _of_a_method(module: str) -> str | None:
-    """Take off `kvcli.methods.`; None for folders, for the contract, which states nothing, and elsewhere."""
+    """Strip `kvcli.methods.`; return None for folders, modules elsewhere, and the contract, which states nothing."""
     package, _, name = module.partition("kvcli.methods.")
     return None if package or name in ("", "contract", "step") or home_of(name) != name else name
 

@@ -1,4 +1,4 @@
-"""The settings of a method: how one is declared, and those that many methods share."""
+"""Settings of methods: how one is declared, and the settings that several methods share."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from kvcli.sizes import Share, parse_count
 
 PatternName = Literal["exact", "a-shape", "vertical-slash"]
 SIZES = {"a-shape": (1024, 4096), "vertical-slash": (1000, 6096)}
-"""First and newest tokens; columns and diagonals: what the paper takes for prompts of 128K tokens (section 4)."""
+"""First and newest tokens; columns and diagonals: the paper's sizes for prompts of 128K tokens (section 4)."""
 
 
 class PrefillPattern(NamedTuple):
-    """A pattern of prefill attention and its two sizes; none of exact reading."""
+    """A pattern of prefill attention and its two sizes; exact attention has no sizes."""
 
     pattern: PatternName
     sizes: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, text: str) -> PrefillPattern:
-        """Read "exact", "a-shape", "vertical-slash", or one of these two with sizes as in "a-shape:64,1K".
+        """Parse "exact", "a-shape" or "vertical-slash", the latter two optionally with sizes as in "a-shape:64,1K".
 
         Raises:
-            ValueError: it is none of them.
+            ValueError: the text is none of these.
         """
         name, colon, sizes = text.partition(":")
         if name not in get_args(PatternName) or (colon and name == "exact"):
@@ -60,7 +60,7 @@ class PrefillPattern(NamedTuple):
         return cls(name, found)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """Write it with its sizes."""
+        """Format the pattern with its sizes."""
         return self.pattern if self.pattern == "exact" else f"{self.pattern}:{self.sizes[0]},{self.sizes[1]}"
 
 
@@ -85,7 +85,7 @@ CountOrShare = Annotated[
     WrapValidator(_count_or_share),
     PlainSerializer(lambda value: str(value) if isinstance(value, Share) else value, when_used="json"),
 ]
-"""Tokens, or a share of the prompt such as "20%", which `Profile.for_prompt` resolves."""
+"""A number of tokens, or a share of the prompt such as "20%", which `Profile.for_prompt` resolves."""
 
 
 Cosine = Annotated[float, Field(ge=0, le=1)]
@@ -93,13 +93,14 @@ CosineByLayer = Annotated[
     Annotated[Cosine, Tag("one")] | Annotated[tuple[Cosine, ...], Field(strict=False), Tag("by layer")],
     Discriminator(lambda value: "by layer" if isinstance(value, list | tuple) else "one"),
 ]
-"""One number for all layers, or one for each; see `by_layer`."""
+"""One number for all layers, or one per layer; see `by_layer`."""
 
 
 def by_layer(name: str, value: float | tuple[float, ...], layers: int) -> tuple[float, ...]:
-    """Give the number of every layer.
+    """Return one number per layer.
 
-    Raises KvcliError (usage) for too few; there may be more than layers, for a plan tries a model's first layers alone.
+    Raises KvcliError (usage) for too few. More numbers than layers are allowed: a plan tries a model's first layers
+    alone.
     """
     values = value if isinstance(value, tuple) else (value,) * layers
     if len(values) < layers:
@@ -109,12 +110,12 @@ def by_layer(name: str, value: float | tuple[float, ...], layers: int) -> tuple[
 
 
 def setting(default: Any, description: str, unit: str = "", **bounds: Any) -> Any:
-    """Declare one setting of a method: its default, what it means, its unit and its bounds."""
+    """Declare one setting of a method: its default, description, unit and bounds."""
     return Field(default=default, description=description, json_schema_extra={"unit": unit}, **bounds)
 
 
 class MethodConfig(BaseModel):
-    """Settings of a method: frozen, every key known by name."""
+    """Settings of a method: frozen, with unknown keys refused."""
 
     stateless: ClassVar[bool] = True
 
@@ -126,42 +127,42 @@ class MethodConfig(BaseModel):
 
     @property
     def leading_dense_layers(self) -> int:
-        """How many layers from the first on attend to everything."""
+        """Number of leading layers that attend to everything."""
         return 0
 
     @property
     def stays_in_place(self) -> bool:
-        """Whether tensors keep their places from the first step on, so that a step can be one CUDA graph.
+        """Whether tensors keep their addresses from the first step on, so that a step can be one CUDA graph.
 
-        False also with settings that the method's `step_plan` does not state: query heads that choose for themselves.
+        Also False with settings that `step_plan` does not cover, such as query heads that select on their own.
         """
         return self.pooled
 
     @property
     def pooled(self) -> bool:
-        """Whether the query heads of a KV head choose together; else the setting `pooling` is none."""
+        """Whether the query heads of a KV head select together: the setting `pooling` is not none."""
         return getattr(self, "pooling", None) != "none"
 
     @property
     def on_host(self) -> bool:
-        """Whether KV lies in host memory, from where a disk can take it."""
+        """Whether KV lies in host memory, from where it can move on to disk."""
         return False
 
     def readers(self, layer: LayerGeometry) -> int:
-        """Query heads of a KV head that choose for themselves; 1 where they choose together."""
+        """Return how many query heads of a KV head select on their own; 1 where they select together."""
         return 1 if self.pooled else layer.num_heads // layer.num_kv_heads
 
     def read_again(self, prompt: int) -> int:  # noqa: ARG002
-        """Tokens that a prefill reads beside a prompt of so many, about."""
+        """Estimate how many tokens a prefill reads in addition to a prompt of `prompt` tokens."""
         return 0
 
     def beside_budget(self, prompt: int, generated: int) -> int:  # noqa: ARG002
-        """Tokens that are attended to beside `budget`, at most, once `generated` tokens followed `prompt` of them."""
+        """Return the most tokens attended in addition to `budget`, after `prompt` and `generated` tokens."""
         return 0
 
 
 class HostKVConfig(MethodConfig):
-    """The setting shared by the methods that keep KV in host memory."""
+    """The setting shared by methods that keep KV in host memory."""
 
     kv_dtype: KVDtype = setting("auto", "KV in host memory: auto as the model computes it, or int8, int4")
 
@@ -182,15 +183,15 @@ class HostKVConfig(MethodConfig):
 
     @property
     def ablates_host(self) -> bool:
-        """Whether KV lies in host memory, or is fetched from it, in a way that only shows what the usual one gains."""
+        """Whether the host layout or the recall is an ablation: a variant that only shows what the default gains."""
         return getattr(self, "host_layout", "hnd") != "hnd" or getattr(self, "recall", "gather") != "gather"
 
     def tiers(self, tiers: Tiers) -> Tiers:
-        """The memory that caches are made in, with KV in host memory as it is to be held.
+        """Return the tiers in which caches are made, with this `kv_dtype` in host memory.
 
         Raises:
-            KvcliError: the model keeps one latent a token, which is held as it is; a disk, with the ablations of the
-                host's layout (usage).
+            KvcliError: quantisation is asked of a model with one latent per token; or a disk is combined with the
+                ablations of the host's layout (usage).
         """
         if tiers.disk is not None and self.ablates_host:
             what = "--kv-disk is not for the ablations of host_layout and recall"
@@ -202,7 +203,7 @@ class HostKVConfig(MethodConfig):
 
 
 class PagedConfig(MethodConfig):
-    """Settings shared by the methods that select pages."""
+    """Settings shared by methods that select pages."""
 
     budget: CountOrShare = setting(
         2048, "tokens attended per layer and KV head, sink and window included", "tokens", ge=1
@@ -219,7 +220,7 @@ class PagedConfig(MethodConfig):
 
     @property
     def pages(self) -> PageBudget:
-        """Split the budget into pages."""
+        """The budget split into pages."""
         return PageBudget.of(budget=self.budget, sink=self.sink, window=self.window, page_size=self.page_size)
 
     @model_validator(mode="after")
@@ -235,7 +236,7 @@ class PagedConfig(MethodConfig):
 
 
 class TokenConfig(MethodConfig):
-    """Settings shared by the methods that select single tokens."""
+    """Settings shared by methods that select single tokens."""
 
     budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(0, "first tokens, always attended", "tokens", ge=0)
@@ -249,12 +250,12 @@ class TokenConfig(MethodConfig):
 
     @property
     def indexed_together(self) -> int:
-        """Consecutive tokens that can be selected once the last of them is there."""
+        """Number of consecutive tokens that become selectable together, once the last of them is appended."""
         return 1
 
     @property
     def tokens(self) -> TokenBudget:
-        """Split the budget."""
+        """The budget split into sink, window and selected tokens."""
         return TokenBudget(self.budget, self.sink, max(1, self.window), self.indexed_together)
 
     @model_validator(mode="after")

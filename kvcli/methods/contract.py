@@ -1,8 +1,8 @@
-"""The contract of a method: one cache a layer, and what to attend to at each step.
+"""The contract of a method: one cache per layer, and what each step attends to.
 
-A method object serves one sequence. The loop calls `prefill` once a layer with the prompt's KV, then `attend` once a
-layer and token. Sliding-window layers and the leading dense layers need no retrieval and are handled here; a method
-says which cache its other layers get (`new_cache`) and how they attend (`retrieve`).
+A method object serves one sequence. The loop calls `prefill` once per layer with the prompt's KV, then `attend` once
+per layer and token. Sliding-window layers and the leading dense layers need no retrieval and are handled here; a method
+makes the cache of its other layers (`new_cache`) and attends in them (`retrieve`).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 
 class AttentionObserver(Protocol):
-    """What watches a method attend."""
+    """A callback that sees every attention of a method."""
 
     def __call__(self, method: AnyMethod, layer: int, q: Tensor, out: Tensor, softmax: Softmax) -> None:
-        """See what a layer's query q [H, d] got from attention, out [H, d]; not to be changed, nor kept."""
+        """Receive a layer's query q [H, d] and attention output out [H, d]; it must neither change nor keep them."""
 
 
 @dataclass
 class SequenceContext:
-    """What a method object is given: room for `capacity` tokens, memory tiers, counters, spans, and RoPE.
+    """Everything a method object is given: room for `capacity` tokens, memory tiers, counters, timeline, and RoPE.
 
-    Where layers lie on several devices, `tiers` are those of the layer whose cache is being made, else the first one's.
+    Where layers lie on several devices, `tiers` belong to the layer whose cache is being made, otherwise to the first.
     """
 
     stateless: ClassVar[bool] = True
@@ -58,16 +58,16 @@ class SequenceContext:
     timeline: Timeline
     rotary: Sequence[Rotary | None]
     track: str = "sequence 0"
-    question: Sequence[int] = ()  # token ids of the one after the document, where the prompt has one
-    prompt_tokens: int | None = None  # of `capacity`, where that is known: the others are generated
-    document_tokens: int | None = None  # of these, those before the question, once the prompt is there; None: all
+    question: Sequence[int] = ()  # token ids of the question after the document, where the prompt has one
+    prompt_tokens: int | None = None  # tokens of `capacity` that are the prompt's, where known; the rest is generated
+    document_tokens: int | None = None  # prompt tokens before the question, once the prompt is read; None: all
     prepared: Mapping[str, Any] | None = None
-    """What `Method.needs` asked for, by name; None while memory is planned and nothing is known of the model."""
-    states: Sequence[StateGeometry] = ()  # the layers that keep one
+    """Results of `Method.needs`, by name; None while memory is planned and nothing is known of the model."""
+    states: Sequence[StateGeometry] = ()  # of the layers that keep a recurrent state
     placement: Placement | None = None  # of the layers, where they lie on several devices
-    parking: Parking | None = None  # where what layers hold on the device waits while a long prompt is read
+    parking: Parking | None = None  # holds the layers' device tensors in host memory while a long prompt is read
     attention_observer: AttentionObserver | None = None  # called after every `Method.attend`
-    prefill_statistics: Mapping[str, Any] | None = None  # what a prefill that was not exact left out
+    prefill_statistics: Mapping[str, Any] | None = None  # what a sparse prefill left out
 
     @classmethod
     def of(
@@ -80,7 +80,7 @@ class SequenceContext:
         timeline: Timeline | None = None,
         **known: Any,
     ) -> SequenceContext:
-        """Make the context of a sequence of `capacity` tokens; `known` are further fields.
+        """Make the context of a sequence of `capacity` tokens; `known` sets further fields.
 
         On the meta device nothing is allocated: that is how memory is planned.
         """
@@ -94,16 +94,16 @@ class SequenceContext:
         )
 
     def device(self, layer: int) -> torch.device:
-        """Say where a layer lies, by its number among those that attend."""
+        """Return the device of a layer, numbered among the layers that attend."""
         return self.tiers.device if self.placement is None else self.placement.attending[layer]
 
     @property
     def keeping(self) -> Sequence[torch.device]:
-        """Where the layers lie that keep a state."""
+        """The devices of the layers that keep a recurrent state."""
         return [self.tiers.device] * len(self.states) if self.placement is None else self.placement.keeping
 
     def placed(self, held: Footprint, device: torch.device) -> Footprint:
-        """Say on which device that is what is held, where there are several."""
+        """Assign the footprint `held` to `device`, where there are several."""
         if self.placement is None:
             return held
         devices = self.placement.devices
@@ -111,7 +111,9 @@ class SequenceContext:
 
 
 def tiers_for(layers: Sequence[LayerGeometry], tiers: Tiers, name: str, refused: str | None) -> Tiers:
-    """Say in how many parts caches of these layers keep a token; `refused` is why method `name` keeps no latents.
+    """Return `tiers` with the number of parts (K and V, or one latent) that these layers keep per token.
+
+    `refused` says why method `name` keeps no latents; None means that it can.
 
     Raises:
         KvcliError: the layers have latents, which the method cannot keep (usage).
@@ -124,7 +126,7 @@ def tiers_for(layers: Sequence[LayerGeometry], tiers: Tiers, name: str, refused:
 
 
 def tiers_of_layer(method: AnyMethod, layers: Sequence[LayerGeometry], dense: int, tiers: Tiers) -> Tiers:
-    """The memory of one layer, where all that are neither sliding nor among the `dense` first have as much of a disk.
+    """Return the memory tiers of one layer, with an equal share of the disk for each retrieval layer.
 
     Raises:
         KvcliError: the layers have latents, which the method cannot keep (usage).
@@ -137,7 +139,7 @@ def tiers_of_layer(method: AnyMethod, layers: Sequence[LayerGeometry], dense: in
 
 
 def count_disk(context: SequenceContext, layer: int, cache: LayerCache) -> None:
-    """Count what a layer's cache asked of the disk since the last time, and show its waits on a line of their own."""
+    """Count the disk traffic of a layer's cache since the last call, and show its waits on their own timeline row."""
     if cache.disk is None:
         return
     tally, add = cache.disk.tally.taken(), context.counters.add
@@ -151,66 +153,66 @@ def count_disk(context: SequenceContext, layer: int, cache: LayerCache) -> None:
 
 
 class PromptParts:
-    """The part of a method that a prompt passes through in parts."""
+    """Methods for a prompt that arrives in parts."""
 
     caches: list[LayerCache]
     context: SequenceContext
 
     def take_part(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take what can leave of a layer's k, v [Hk, m, d] of the first tokens; `prefill` comes with all of them."""
+        """Store what can leave the device of the first tokens' k, v [Hk, m, d]; `prefill` later brings all of them."""
         self.open(layer)
         if k.shape[1] >= self.caches[layer].first_part:
             self.context.counters.add(layer, Count.BYTES_TO_HOST, self.caches[layer].take(k, v))
 
     def lend(self, layer: int, length: int) -> Tensor | None:
-        """Lend rows [t, Hk, length, d] in which a layer's KV is collected, where `prefill` would copy it there."""
+        """Return rows [t, Hk, length, d] to collect a layer's KV in, so that `prefill` need not copy it there."""
         self.open(layer)
         return self.caches[layer].lend(length)
 
     @property
     def repeated(self) -> Sequence[slice]:
-        """Parts of the prompt's document that the model is to repeat behind it, for `observe_repeated` to see."""
+        """Parts of the document that the model is to repeat after it, seen by `observe_repeated`."""
         return ()
 
     def observe_repeated(self, layer: int, part: slice, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """See how a layer reads a part of the document once more, asked to repeat it, in pieces, before `prefill`.
+        """Observe, in pieces and before `prefill`, how a layer reads a part of the document that it is asked to repeat.
 
-        The repetition's next queries q [H, n, d], all keys up to them k [Hk, m, d]: those of the document, and from
-        there on its own, the request's among them. The caller uses the tensors again afterwards.
+        q [H, n, d] are the next queries of the repetition, k [Hk, m, d] all keys up to them: the document's, followed
+        by those of the request and the repetition. The caller reuses the tensors afterwards.
         """
 
     @property
     def waiting(self) -> Sequence[Waits]:
-        """What can wait in host memory while a layer that needs none of it is read: where KV goes there anyway."""
+        """State that can wait in host memory while other layers are read; only where KV goes to host memory anyway."""
         offloads = getattr(self, "offloads", False) or getattr(getattr(self, "config", None), "offload", False)
         return self.caches if offloads else ()
 
     def wait(self, made: Waits, keeps: bool = True) -> None:
-        """Let what was just made wait, if the prompt is so long; what `keeps` nothing of it needs no host memory."""
+        """Let `made` wait in host memory if the prompt is long enough; without `keeps` its contents are not stored."""
         if self.context.parking is not None and any(each is made for each in self.waiting):
             self.context.parking.enter(made, keeps)
 
     def open(self, layer: int) -> None:
-        """Have what a layer holds on the device there."""
+        """Bring a layer's state back to the device."""
         if self.context.parking is not None:
             self.context.parking.open(self.caches[layer])
 
     def close(self, layer: int) -> None:
-        """Let it wait, after `prefill`; nobody reads any more what was lent."""
+        """Let a layer's state wait again after `prefill`; lent rows must no longer be read."""
         if self.context.parking is not None:
             self.context.parking.close(self.caches[layer])
 
     def be_present(self) -> None:
-        """Have everything there from now on."""
+        """Bring everything back to the device and keep it there."""
         if self.context.parking is not None:
             self.context.parking.leave()
             self.context.parking = None
 
 
 def last_used_here(*tensors: Tensor) -> None:
-    """Keep memory of the stream that reads the prompt from its next user until the one that stores the prompt is done.
+    """Keep the memory of `tensors` from being reused until the stream that stores the prompt is done with them.
 
-    For tensors that are made in `observe` and let go of in `prefill`.
+    Use it for tensors that are made in `observe` and released in `prefill`.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -221,45 +223,45 @@ WindowCacheT = TypeVar("WindowCacheT", bound=LayerCache, contravariant=True)
 
 
 class PromptWindows:
-    """The part of a method that a prompt passes through by windows, each through all layers before the next."""
+    """Methods for a prompt that is read in windows, each through all layers before the next."""
 
     @property
     def prefill_window(self) -> int | None:
-        """Tokens that the prompt is read by, each window through all layers by `attend_window`; None: see `prefill`."""
+        """Tokens per window where the prompt is read by `attend_window`; None: the prompt is read by `prefill`."""
         return None
 
     @property
     def preview(self) -> Sequence[int]:
-        """Token ids that the method wants to see, read alone, before the prompt is read by windows."""
+        """Token ids that the method wants to see, read alone, before the prompt is read in windows."""
         return ()
 
     def take_preview(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> None:
-        """Take a layer's queries q [H, 1 + n, d], keys and values k, v [Hk, 1 + n, d] of the preview.
+        """Receive a layer's queries q [H, 1 + n, d], keys and values k, v [Hk, 1 + n, d] of the preview.
 
-        The first is that of the prompt's first token, at position 0; of a long preview it is the last n tokens.
+        Index 0 is the prompt's first token, at position 0. Of a long preview only the last n tokens are given.
         """
 
     @property
     def wants_logits(self) -> bool:
-        """Whether `take_logits` wants to see what the model expects behind every token of the prompt."""
+        """Whether `take_logits` wants the logits of every prompt token."""
         return type(self).take_logits is not PromptWindows.take_logits
 
     def take_logits(self, first: int, ids: Sequence[int], logits: Tensor) -> None:
-        """Take a window that all layers have read: its tokens `ids` [n] from position `first` on, logits [n, vocab]."""
+        """Receive a window that all layers have read: tokens `ids` [n] from position `first`, and logits [n, vocab]."""
 
 
 @runtime_checkable
 class AttendsWindows(Protocol[WindowCacheT]):
-    """Attends with several tokens of a prompt at once."""
+    """A method that attends with several prompt tokens at once."""
 
     def retrieve_window(
         self, layer: int, cache: WindowCacheT, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
     ) -> Tensor:
-        """Do what `Method.attend_window` says in a layer of `Method.new_cache`."""
+        """Implement `Method.attend_window` for a layer of `Method.new_cache`."""
 
 
 def attend_window(method: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Do so in a layer of `Method.new_cache`, and count what was asked of a disk."""
+    """Attend to a window in a layer of `Method.new_cache`, and count its disk traffic."""
     cache, context = method.retrieval[layer], method.context
     assert isinstance(method, AttendsWindows), f"{type(method).__name__} has no retrieve_window"
     out = method.retrieve_window(layer, cache, q, k, v, softmax)
@@ -277,35 +279,36 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     not_state: ClassVar[tuple[str, ...]] = ("plan",)
     Config: ClassVar[type[MethodConfig]]
     title: ClassVar[str]
-    """What a step attends to, in a few words; this and the next five are literals (`kvcli.methods.card` reads them)."""
+    """Short description of what a step attends to; this and the next five are literals (`kvcli.methods.card` reads
+    them)."""
     paper: ClassVar[str]
     long_generation: ClassVar[bool]
-    """Whether generated tokens are treated like the prompt's, however many there are; by default settings."""
+    """Whether generated tokens are treated like prompt tokens, however many there are; with default settings."""
     offloads: ClassVar[bool]
-    """Whether KV lies in host memory; by default settings."""
+    """Whether KV lies in host memory; with default settings."""
     group_consistent: ClassVar[bool]
-    """Whether, as published, all query heads of a KV head read the same KV; elsewhere pooling over them sees to it."""
+    """Whether, as published, all query heads of a KV head read the same KV; otherwise pooling over them enforces it."""
     device_memory: ClassVar[str]
-    """KV on the device per layer that is neither sliding nor dense, in tokens: O(...) in `card.MEMORY_SYMBOLS`."""
+    """Device memory for KV, in tokens, of a retrieval layer: O(...) in `card.MEMORY_SYMBOLS`."""
     exact: ClassVar[dict[str, Any]] = {}
-    """Settings with which an ample budget is full attention, where the defaults are not."""
+    """Settings with which an ample budget gives full attention, where the defaults do not."""
     true_kv: ClassVar[dict[str, Any] | None] = {}
-    """Settings with which a KV head's query heads read the same of the model's own keys and values in their places;
-    None: there are none."""
+    """Settings with which the query heads of a KV head read the same tokens, with the model's own keys and values at
+    their own positions; None: no such settings exist."""
     ablation: ClassVar[dict[str, dict[str, Any]]] = {}
-    """What the method is built of, part after part: names of steps towards it, with the settings that stop there."""
+    """Ablation steps: the name of each variant, with the settings that produce it."""
     planned_is_bound: ClassVar[bool] = False
-    """Whether the footprint is that of the plan or less, because what a prompt needs shows only when it is read."""
+    """Whether the planned footprint is an upper bound, because the actual one depends on the prompt."""
     budget_is_mean: ClassVar[bool] = False
-    """Whether the layers share their budget, so that not each of them but their mean keeps to it."""
+    """Whether layers share their budget, so that only their mean keeps to it."""
     budget_is_bound: ClassVar[bool] = False
-    """Whether a step may attend to fewer tokens than the budget holds, because their scores decide how many."""
+    """Whether a step may attend to fewer tokens than the budget allows, because the scores decide how many."""
     reads_by_chance: ClassVar[bool] = False
-    """Whether chance decides how much a step reads, so that `traffic` can only tell what to expect."""
+    """Whether a step reads a random amount, so that `traffic` is only an expectation."""
     no_latents: ClassVar[str | None] = None
-    """Why latents, which are key and value both, cannot be kept; None: they can."""
+    """Why the method cannot keep latents, which are key and value in one; None: it can."""
     wants_next_query: ClassVar[bool] = False
-    """Whether `take_next_query` is to be called, one layer ahead of `attend`."""
+    """Whether `take_next_query` is called, one layer ahead of `attend`."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
         tiers = context.tiers = tiers_of_layer(self, layers, config.leading_dense_layers, context.tiers)
@@ -330,7 +333,7 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
 
     @classmethod
     def needs(cls, config: ConfigT) -> Sequence[str]:  # noqa: ARG003
-        """Name what has to be found out about the model before a sequence can be served; see `Engine.prepared`."""
+        """Name what must be computed from the model before a sequence can be served; see `Engine.prepared`."""
         return ()
 
     @abstractmethod
@@ -338,32 +341,32 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         """Make the cache of a layer that is neither sliding nor dense."""
 
     def retrieve(self, layer: int, cache: CacheT, q: Tensor, softmax: Softmax) -> Tensor:  # noqa: ARG002
-        """Attend with q [H, d] in a layer of `new_cache`, the current token appended -> [H, d].
+        """Attend with q [H, d] in a layer of `new_cache`, the current token appended; return [H, d].
 
-        As the `step_plan` says; where there is none, to all that the device holds.
+        Follows `step_plan`; without one, attends to everything on the device.
         """
         return Phases(self, layer, softmax).attend(q)
 
     @property
     def query_rows(self) -> int:
-        """How many of the prompt's last queries `prefill` wants to see."""
+        """How many of the prompt's last queries `prefill` needs."""
         return 0
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` wants to see all of the prompt's queries."""
+        """Whether `observe` needs all of the prompt's queries."""
         return type(self).observe is not Method.observe
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """See how a layer reads the prompt, in parts: its next queries q [H, n, d], all keys up to them k [Hk, m, d].
+        """Observe, in parts, how a layer reads the prompt: the next queries q [H, n, d], all keys so far k [Hk, m, d].
 
-        Called before `prefill`; the caller uses the tensors again afterwards.
+        Called before `prefill`. The caller reuses the tensors afterwards.
         """
 
     def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Take over the prompt's KV of a layer: k, v [Hk, s, d], and its last `query_rows` queries q [H, r, d].
+        """Store a layer's prompt KV k, v [Hk, s, d]; q [H, r, d] are its last `query_rows` queries.
 
-        The caller uses the tensors again afterwards.
+        The caller reuses the tensors afterwards.
         """
         self.open(layer)
         if layer in self.retrieval:
@@ -373,11 +376,11 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
             self.count(layer, Count.BYTES_TO_HOST, self.caches[layer].load(k, v))
 
     def take_prompt(self, layer: int, cache: CacheT, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:  # noqa: ARG002
-        """Do what `prefill` says in a layer of `new_cache`."""
+        """Implement `prefill` for a layer of `new_cache`."""
         self.count(layer, Count.BYTES_TO_HOST, cache.load(k, v))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append the current token's k, v [Hk, d] and attend with q [H, d] -> [H, d]."""
+        """Append the current token's k, v [Hk, d] and attend with q [H, d]; return [H, d]."""
         with self.span("append", layer):
             written = self.caches[layer].append(k, v)
         self.count(layer, Count.BYTES_TO_HOST, written)
@@ -392,41 +395,41 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         return out
 
     def attended(self, layer: int) -> Tensor:
-        """Work out which tokens the last `attend` looked at, the current one among them: bool [Hk, length]."""
+        """Return which tokens the last `attend` read, the current one included: bool [Hk, length]."""
         return self.caches[layer].attended()
 
     def take_next_query(self, layer: int, q: Tensor) -> None:
-        """Take the query q [H, d] that `layer` will have at this step, as far as the layer before it can tell.
+        """Receive a prediction, made one layer earlier, of the query q [H, d] that `layer` will have at this step.
 
-        Called before that layer attends, in layers of `new_cache` but the model's first.
+        Called before that layer attends, for layers of `new_cache` except the model's first layer.
         """
 
     def attend_window(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Append the next n <= `prefill_window` tokens k, v [Hk, n, d], attend with q [H, n, d] -> [H, n, d]."""
+        """Append the next n <= `prefill_window` tokens k, v [Hk, n, d], attend with q [H, n, d]; return [H, n, d]."""
         if layer in self.retrieval:
             return attend_window(self, layer, q, k, v, softmax)
         return self.plain[layer].attend_window(q, k, v, softmax)
 
     @property
     def step_plan(self) -> StepPlan | None:
-        """What a step does in layers of `new_cache`; None: only `retrieve` knows. Settings may keep it on the host."""
+        """The plan of a step in layers of `new_cache`; None where, with these settings, only `retrieve` defines it."""
         return None
 
     @cached_property
     def plan(self) -> StepPlan:
-        """The `step_plan`, made once; that of a method which has none says nothing."""
+        """The `step_plan`, computed once; an empty plan where the method has none."""
         return self.step_plan or StepPlan()
 
     def leave_phases(self) -> None:
-        """Free what only phases need: from now on a batch is served over slots."""
+        """Free what only `Phases` needs: from now on a batch is served over slots."""
 
     @property
     def stays_in_place(self) -> bool:
-        """Whether its settings and its caches let a step of this sequence be one CUDA graph, to the end."""
+        """Whether settings and caches allow every step of this sequence to be one CUDA graph."""
         return self.config.stays_in_place and all(cache.keeps_form for cache in self.caches)
 
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
-        """Add what a layer's `Rule` has counted, by name, to what `statistics` says."""
+        """Add the named counts of a layer's `Rule` to `statistics`."""
 
     def footprint(self) -> Footprint:
         """Count the bytes this sequence holds in each tier."""
@@ -435,29 +438,32 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         return sum(caches, self.state_footprint())
 
     def state_footprint(self) -> Footprint:
-        """Count the bytes of what layers keep in a fixed size."""
+        """Count the bytes of the layers' fixed-size state."""
         states = zip(self.states.footprints(), self.context.keeping, strict=True)
         return sum((self.context.placed(*each) for each in states), Footprint())
 
     def traffic(self, layer: int, length: int) -> Traffic:
-        """Say what a step has to move in a layer once `length` tokens were seen; works on the meta device."""
+        """Estimate the data that a step moves in a layer once `length` tokens were seen; works on the meta device."""
         return self.caches[layer].traffic(length)
 
     def statistics(self) -> dict[str, Any]:
-        """Say what this method alone knows about the sequence: plain data, named for the JSON report."""
+        """Return statistics that only this method knows: plain data, named for the JSON report."""
         return {}
 
     def share(self, other: Method[ConfigT, CacheT], tokens: int) -> None:
-        """Refer to what `other`, which takes over each layer's KV first, has in host memory of the same tokens."""
+        """Refer to the KV of the first `tokens` tokens that `other` holds in host memory.
+
+        `other` must take over each layer's KV first.
+        """
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             mine.share(theirs, tokens)
 
     def fork(self, counters: Counters, track: str) -> Method[ConfigT, CacheT]:
-        """Copy the whole state, without its observer, for another continuation; the prompt in host memory is shared."""
+        """Copy the whole state, except the observer, for another continuation; the prompt in host memory is shared."""
         return self._copy_for(replace(self.context, counters=counters, track=track, attention_observer=None))
 
     def take_over(self, other: Method[ConfigT, CacheT]) -> None:
-        """Become a copy of `other`, of the same settings and no smaller, which has read this prompt's beginning."""
+        """Become a copy of `other`, which has the same settings, is no larger, and has read this prompt's beginning."""
         vars(self).update(vars(other._copy_for(self.context)))
 
     def _copy_for(self, context: SequenceContext) -> Method[ConfigT, CacheT]:
@@ -465,28 +471,31 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         return copy.deepcopy(self, {id(self.context): context, **shared})
 
     def count(self, layer: int, count: Count, amount: int) -> None:
-        """Count in the current step."""
+        """Add to a counter of the current step."""
         self.context.counters.add(layer, count, amount)
 
     def count_heads(self, layer: int, count: Count, amounts: Sequence[int]) -> None:
-        """Count in the current step, head by head: `amounts` [Hk]."""
+        """Add to a counter of the current step per KV head: `amounts` [Hk]."""
         self.context.counters.add_heads(layer, count, amounts)
 
     def count_selected(self, layer: int, selected: Tensor, readers: int = 1) -> None:
-        """Count what a layer asks for at this step: of `selected` [Hk * readers, k], each page of a KV head once."""
+        """Count the pages that a layer requests at this step.
+
+        `selected` [Hk * readers, k]: each page counts once per KV head.
+        """
         self.count_heads(layer, Count.PAGES_REQUESTED, distinct(selected, len(selected) // readers))
 
     def count_recalled(self, layer: int, misses: Sequence[int], moved: int, hidden: bool = False) -> None:
-        """Count a recall: the misses of each KV head, [Hk], and the bytes moved to the device.
+        """Count a recall: misses of each KV head, [Hk], and bytes moved to the device.
 
-        `hidden` says that this step's attention does not wait for it.
+        `hidden` means that this step's attention does not wait for it.
         """
         self.count_heads(layer, Count.MISSES, misses)
         self.count(layer, Count.BYTES_TO_DEVICE, moved)
         self.count(layer, Count.BYTES_EXPOSED, 0 if hidden else moved)
 
     def span(self, name: str, layer: int) -> AbstractContextManager[None]:
-        """Time a phase of a layer's work, where the timeline is on."""
+        """Time a phase of a layer's work, if the timeline is on."""
         return self.context.timeline.span(name, self.context.track, layer=layer)
 
 

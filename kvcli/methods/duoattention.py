@@ -1,16 +1,16 @@
-"""DuoAttention: retrieval heads keep everything, streaming heads what is near (arXiv 2410.10819, section 2).
+"""DuoAttention: retrieval heads keep everything, streaming heads only what is near (arXiv 2410.10819, section 2).
 
-Which KV heads need their whole past is optimised, not read off attention: each gets a gate between full attention and
-that to sinks and window, and gates are lowered as far as the model's last hidden state on long retrieval lets them
-(`kvcli calibrate gates`, which leaves the weights as they are). The part `retrieval` of the KV heads whose gates are
-largest keep everything.
+The KV heads that need their whole past are found by optimisation, not from attention: each head gets a gate between
+full attention and attention to sinks and window, and gates are lowered as far as the model's last hidden state on long
+retrieval allows (`kvcli calibrate gates`, which does not change the weights). The part `retrieval` of the KV heads with
+the largest gates keeps everything.
 
-Decided where kvcli differs from the paper: prompts are read exactly, and heads differ from there on; in the paper
-streaming heads read the prompt by sinks and window, too. The part is counted over all layers but sliding-window ones
+Decided where kvcli differs from the paper: prompts are read exactly, and heads differ only afterwards; in the paper
+streaming heads also read the prompt by sinks and window. The part is counted over all layers except sliding-window ones
 and those of `dense_layers`, and rounded up to whole heads; equal gates go to the lower layer and head. A half is the
-paper's part for grouped queries; with a KV head for every query head it takes a quarter. Without a file of gates the
-heads are those that attend most to what followed a token's former occurrences, by RazorAttention's probe (arXiv
-2407.15891): found in seconds, and no result of this paper.
+paper's part for grouped queries; with one KV head per query head it takes a quarter. Without a file of gates the heads
+are those that attend most to what followed a token's former occurrences, by RazorAttention's probe (arXiv 2407.15891):
+found in seconds, but not a result of this paper.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DuoAttentionConfig(MethodConfig):
 
 
 class DuoAttention(Method[DuoAttentionConfig, HeadSplitCache]):
-    """Each head keeps what its kind needs."""
+    """Keeps everything in some heads, sinks and window in the others."""
 
     Config = DuoAttentionConfig
     title = "everything in heads whose gate is open; sinks and window in others"
@@ -70,11 +70,11 @@ class DuoAttention(Method[DuoAttentionConfig, HeadSplitCache]):
     @classmethod
     @override
     def needs(cls, config: DuoAttentionConfig) -> Sequence[str]:
-        """Without a file, how well every head retrieves."""
+        """Ask for retrieval scores of every head, unless a file has the gates."""
         return () if config.gates else ("head_scores",)
 
     def new_cache(self, layer: LayerGeometry) -> HeadSplitCache:
-        """Keep everything for some heads, sinks and window for the others."""
+        """Make a cache that keeps everything for some heads, sinks and window for the others."""
         capacity, tiers, keep, d = self.context.capacity, self.context.tiers, self.keep[layer.index], layer.head_dim
         retrieval, window = int(keep.sum()), min(self.config.window, capacity)
         return HeadSplitCache(
@@ -85,16 +85,16 @@ class DuoAttention(Method[DuoAttentionConfig, HeadSplitCache]):
         )
 
     def statistics(self) -> dict[str, Any]:
-        """Say which KV heads keep everything, as pairs of layer and head."""
+        """Return the KV heads that keep everything, as pairs of layer and head."""
         return {
             "retrieval_heads": [[layer, int(head)] for layer in self.retrieval for head in self.keep[layer].nonzero()]
         }
 
 
 def _heads(config: DuoAttentionConfig, layers: Sequence[LayerGeometry], context: SequenceContext) -> dict[int, Tensor]:
-    """Tell for every layer which of its heads keep everything: [Hk] bool.
+    """Return for every layer which of its heads keep everything: [Hk] bool.
 
-    While memory is planned nothing is known of the model, and the first heads stand for as many others.
+    While memory is planned, scores are unknown, and the first heads stand for as many others.
     """
     split = [layer for layer in layers if layer.window is None and layer.index >= config.dense_layers]
     shape = len(layers), max((layer.num_kv_heads for layer in layers), default=0)

@@ -1,24 +1,24 @@
 """EM-LLM: events of the past, bounded by surprise, recalled with their neighbours (arXiv 2407.09450, section 3).
 
-The prompt is read window by window, as by InfLLM, but what leaves the local window falls into events of differing
-length. A token that the model expected least, by more than `gamma` standard deviations above the mean over the `window`
-tokens before it, begins one. Its beginning is moved back to where the graph of the tokens' keys splits best, for events
-to be alike within and unlike each other (algorithm 1). Each window, and later each generated token, attends to the
-sinks, to near tokens, and to two buffers of events: those most similar to its mean query, and, last in first out of a
-queue, the neighbours of events that were recalled so.
+The prompt is read window by window, as by InfLLM, but tokens that leave the local window form events of differing
+length. An event begins at a token whose surprise exceeds the mean over the `window` tokens before it by more than
+`gamma` standard deviations. The boundary is then moved back to where the graph of the tokens' keys splits best, so that
+events are similar within and dissimilar between (algorithm 1). Each window, and later each generated token, attends to
+the sinks, to near tokens, and to two buffers of events: those most similar to its mean query, and, in a queue, the
+neighbours of events that were recalled in this way, the newest first.
 
-All layers have the same events. `refine_layers` of them, the last ones, make the graph: inner products of un-rotated
-keys, summed over heads and layers, of the event that ends and of half as many tokens on either side. Representatives,
-positions and what is scored are InfLLM's.
+All layers have the same events. The last `refine_layers` of them make the graph: inner products of un-rotated keys,
+summed over heads and layers, of the event that ends and of half as many tokens on either side. Representatives,
+positions and what is scored are those of InfLLM.
 
-Surprise takes the logits of every token of the prompt, so that the model's head runs over all of them. Those of
-generated tokens are not looked at, as in the reference code: their events have `max_event` tokens.
+Surprise needs the logits of every token of the prompt, so the model's head runs over all of them. Logits of generated
+tokens are not used, as in the reference code: their events have `max_event` tokens.
 
-Decided: buffers have their size in tokens, as in the reference code, and the first event that does not fit ends one;
-an event that is not whole yet counts as near. Surprise is compared with that of the tokens just before it, where the
-code takes one threshold a window. Exact while the context fits into the budget, with original positions.
+Decided: buffers have their size in tokens, as in the reference code, and are filled until the first event that does not
+fit; an event that is not complete yet counts as near. Surprise is compared with that of the tokens just before it,
+where the code takes one threshold per window. Exact while the context fits into the budget, with original positions.
 
-Boundaries are drawn so:
+Boundaries are drawn as follows:
 
     surprise_t = -log p(x_t | x_1 .. x_{t-1})                             boundary where
     surprise_t > mu + gamma * sigma                                       over the tokens before t
@@ -26,11 +26,11 @@ Boundaries are drawn so:
     modularity(t)  = 1 / 4m  sum_ij [A_ij - d_i d_j / 2m] delta_ij        2m = sum_ij A_ij, d_i = sum_j A_ij
     conductance(t) = cut(S, V - S) / min(vol(S), vol(V - S))              vol(S) = sum over i, j in S of A_ij
 
-S are the tokens before t, V all of the graph, delta_ij is 1 where i and j are on the same side of t. A good split has
-much modularity and little conductance.
+S is the set of tokens before t, V the whole graph; delta_ij is 1 where i and j are on the same side of t. A good split
+has high modularity and low conductance.
 
-The KV of an event is what a block is to `BlockCache`, token for token: the pool's pages and the slots are of one token,
-so that an event takes up no more than it has.
+The KV of an event is stored in `BlockCache` token for token: the pool's pages and the slots hold one token, so that an
+event takes up no more room than it has tokens.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
 
 Metric = Literal["modularity", "conductance"]
 
-_ROWS_AT_ONCE = 64  # of logits that are held in fp32
+_ROWS_AT_ONCE = 64  # rows of logits held in fp32
 
 
 def surprise(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """How little each token ids [n] was expected, -log p in nats, by the logits [n, vocab] of it -> [n] in fp64."""
+    """Return the surprise, -log p in nats, of each token ids [n] under its logits [n, vocab]: [n] in fp64."""
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=logits.device)
     parts = zip(*(torch.split(each, _ROWS_AT_ONCE) for each in (logits, tokens)), strict=True)
     found = [cross_entropy(rows.float(), expected, reduction="none") for rows, expected in parts]
@@ -74,9 +74,10 @@ def surprise(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def surprising(surprises: Tensor, new: int, over: int, gamma: float) -> Tensor:
-    """Which of the last `new` of surprises [n] exceed mu + gamma * sigma of the `over` ones before each: bool [new].
+    """Flag those of the last `new` surprises [n] that exceed mu + gamma * sigma of the `over` before: bool [new].
 
-    Of fewer where there are fewer; none while there are not two, for sigma divides by one less than their number.
+    Fewer are used where there are fewer. Nothing is flagged with fewer than two, because sigma divides by their number
+    less one.
     """
     padded = torch.nn.functional.pad(surprises, (1, 0))
     sums, squares = padded.cumsum(0), padded.square().cumsum(0)
@@ -89,9 +90,9 @@ def surprising(surprises: Tensor, new: int, over: int, gamma: float) -> Tensor:
 
 
 def split_scores(similarity: Tensor, metric: Metric) -> Tensor:
-    """How good it is to split a graph of n tokens, similarity [n, n] symmetric, before token 1 .. n - 1: [n - 1].
+    """Rate the splits of a graph of n tokens, similarity [n, n] symmetric, before token 1 .. n - 1: [n - 1].
 
-    More is better: the modularity, or the conductance with its sign turned. Linear in the entries of the graph.
+    More is better: modularity, or conductance with its sign flipped. Scores are linear in the entries of the graph.
     """
     total, by_token = similarity.sum(), similarity.sum(0).cumsum(0)[:-1]
     before = similarity.cumsum(0).cumsum(1).diagonal()[:-1]  # within the tokens before the split
@@ -104,10 +105,10 @@ def split_scores(similarity: Tensor, metric: Metric) -> Tensor:
 
 
 def refined(similarity: Tensor, metric: Metric, first: int, shortest: int, start: int, boundary: int) -> int:
-    """Move a boundary back to where its event, which begins at `start` and keeps `shortest` tokens, ends best.
+    """Move a boundary back to the best end of its event, which begins at `start` and keeps `shortest` tokens.
 
-    The graph, similarity [n, n], is that of tokens from position `first` on; the event and half as many on either side
-    of it are looked at, as far as they are there.
+    The graph, similarity [n, n], begins with the token at position `first`. Only the event and half as many tokens on
+    either side of it are used, as far as they are in the graph.
     """
     half = (boundary - start) // 2
     begin, end = max(first, start - half), min(first + len(similarity), boundary + half)
@@ -120,7 +121,7 @@ def refined(similarity: Tensor, metric: Metric, first: int, shortest: int, start
 
 
 class Surprises:
-    """How little the last `over` tokens read were expected, against which the next ones are held; up to `judged`."""
+    """Surprises of the last `over` tokens read, against which the next are compared; `judged` is the next position."""
 
     def __init__(self, over: int, gamma: float) -> None:
         self.over, self.gamma = over, gamma
@@ -129,10 +130,13 @@ class Surprises:
         self.expected: Tensor | None = None  # [1, vocab] logits of the token at `judged`
 
     def judge(self, first: int, ids: Sequence[int], logits: Tensor) -> list[int]:
-        """Find which of the tokens ids [n] from position `first` on surprise, by the logits [n, vocab] behind each."""
+        """Return the positions of surprising tokens among ids [n] from position `first` on.
+
+        logits [n, vocab] are those after each of the tokens.
+        """
         if self.expected is not None and first == self.judged:
             found = surprise(torch.cat((self.expected, logits[:-1])), ids)
-        else:  # the first token of all, or one behind generated tokens, is expected by nothing that is known
+        else:  # the very first token, or one after generated tokens, has no known logits
             found = torch.cat((logits.new_zeros(1, dtype=torch.float64), surprise(logits[:-1], ids[1:])))
         all_of_them = torch.cat((self.last.to(found.device), found))
         beginnings = surprising(all_of_them, len(ids), self.over, self.gamma).nonzero()[:, 0] + first
@@ -141,9 +145,9 @@ class Surprises:
 
 
 class Events:
-    """Where the events of a sequence begin, `first` the first one, each of at least `shortest` tokens.
+    """The boundaries of a sequence's events: `starts` of events that have at least `shortest` tokens.
 
-    `longest` tokens end an event in any case. All tokens before `known` have been looked at.
+    An event ends after `longest` tokens in any case. All tokens before `known` have been examined.
     """
 
     def __init__(self, first: int, shortest: int, longest: int) -> None:
@@ -152,9 +156,9 @@ class Events:
         self.known = 0
 
     def look(self, candidates: Iterable[int], known: int, refined: Callable[[int, int], int] | None = None) -> None:
-        """Let events begin at `candidates`, ascending, none of them before `known`; these were all up to the new one.
+        """Start events at `candidates`, which are ascending; afterwards all tokens before `known` are examined.
 
-        `refined` moves one back, given the beginning of the event that it ends.
+        `refined` moves a boundary back, given the start of the event that it ends.
         """
         for candidate in candidates:
             while candidate - self.starts[-1] >= self.longest:
@@ -164,21 +168,21 @@ class Events:
         self.known = max(self.known, known)
 
     def end(self, event: int) -> int | None:
-        """Where an event ends; None while that is not known."""
+        """Return where an event ends; None while that is unknown."""
         if event + 1 == len(self.starts) and self.starts[event] + self.longest <= self.known:
             self.starts.append(self.starts[event] + self.longest)
         return self.starts[event + 1] if event + 1 < len(self.starts) else None
 
     def size(self, event: int) -> int:
-        """Tokens of an event whose end is known."""
+        """Return the number of tokens of an event whose end is known."""
         return self.starts[event + 1] - self.starts[event]
 
     def similar_and_near(
         self, scores: Tensor, room: int, contiguity: float, queue: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Choose events of `room` tokens: those with the best scores [events], and neighbours of theirs.
+        """Select events of `room` tokens: those with the best scores [events], and their neighbours.
 
-        The latter have the part `contiguity` of the room; those that were in it before, the `queue`, come behind.
+        Neighbours get the part `contiguity` of the room; the previous neighbours, in `queue`, come after the new ones.
         """
         beside = int(contiguity * room)
         similar = self._fitting(scores.argsort(descending=True, stable=True).tolist(), room - beside)
@@ -187,7 +191,7 @@ class Events:
         return similar, self._fitting(left_out, beside)
 
     def _fitting(self, events: Iterable[int], room: int) -> list[int]:
-        """The first ones of `events`, as many as have `room`."""
+        """Return the longest prefix of `events` that fits into `room` tokens."""
         taken = []
         for event in events:
             room -= self.size(event)
@@ -197,12 +201,12 @@ class Events:
         return taken
 
     def settled(self) -> list[Settled]:
-        """A beginning stays."""
+        """Return the starts, which do not change."""
         return [Settled(self.starts, 0, len(self.starts))]
 
 
 class Recalled(NamedTuple):
-    """What a recall found missing: `tokens` of each KV head, in so many `events`, and the bytes that it moved."""
+    """The result of a recall: missing `tokens` per KV head, the `events` they belong to, and the bytes moved."""
 
     tokens: list[int]
     events: int
@@ -210,13 +214,13 @@ class Recalled(NamedTuple):
 
 
 class EventCache(BlockCache):
-    """In host memory: the tokens of events that have left the local window, counted from the first behind the sinks.
+    """A block cache whose host memory holds the tokens of events that have left the local window, sinks excluded.
 
-    On the device: near tokens, which are the local window, the rest of the event that reaches into it, and new ones;
-    sinks; `keys` [events, Hk, d], one for each event; slots of single tokens. `layout` has pages of one token.
+    The device holds the near tokens (the local window, the rest of the event that reaches into it, and new tokens), the
+    sinks, `keys` [events, Hk, d], one per event, and slots of single tokens. `layout` has pages of one token.
 
-    In prefill the local window advances before new tokens come, by what is known of events until then; of a token
-    that is generated nothing is looked at.
+    In prefill the local window advances before new tokens come, by the events known until then; generated tokens are
+    not examined.
     """
 
     def __init__(
@@ -229,7 +233,7 @@ class EventCache(BlockCache):
         events: Events,
     ) -> None:
         self.events = events
-        self.closed = 0  # events that have left
+        self.closed = 0  # events that have left the local window
         super().__init__(layer, capacity, layout, rotary, tiers)
 
     @override
@@ -247,21 +251,21 @@ class EventCache(BlockCache):
 
     @property
     def sinks(self) -> int:
-        """First tokens that stand among the far ones."""
+        """Sink tokens that are stored apart from the near ones."""
         return min(self.first, self.budget.sink)
 
     @property
     def near(self) -> int:
-        """Tokens that stand among the near ones."""
+        """Number of near tokens."""
         return self.length - self.first
 
     def plain_keys(self, first: int) -> Tensor:
-        """Un-rotated keys [Hk, n, d] of the near tokens from position `first` on."""
+        """Return un-rotated keys [Hk, n, d] of the near tokens from position `first` on."""
         return self.unrotate(self.k[:, first - self.first : self.near], first)
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """Store a prompt of which nothing else is known, so that all events are of the greatest length."""
+        """Store a prompt without known surprises, so that all events have the greatest length."""
         self.events.look((), k.shape[1])
         return super().load(k, v)
 
@@ -272,7 +276,7 @@ class EventCache(BlockCache):
 
     @override
     def advance(self) -> int:
-        """Offload the events that have left the local window; returns the bytes written to the host."""
+        """Offload the events that have left the local window; return the bytes written to the host."""
         stop = self.length - self.budget.window
         if stop < self.budget.sink:
             return 0
@@ -282,7 +286,7 @@ class EventCache(BlockCache):
         return self._leave(self.events.starts[self.closed], range(before, self.closed))
 
     def recall_events(self, events: Sequence[int]) -> Recalled:
-        """Bring the tokens of `events`, ascending, to the device and attend to these from now on."""
+        """Bring the tokens of `events`, ascending, to the device; attention reads them from now on."""
         device = self.resident.device
         starts, sizes = (
             torch.tensor(values, dtype=torch.int64, device=device)
@@ -334,7 +338,7 @@ class EMLLMConfig(HostKVConfig, TokenConfig):
 
     @property
     def longest(self) -> int:
-        """Most tokens of an event: room is left to recall two beside one that is not whole yet."""
+        """Most tokens of an event; leaves room to recall two next to one that is not complete yet."""
         return max(1, min(self.max_event, self.pages.selected // 3))
 
     @property
@@ -352,7 +356,7 @@ class EMLLMConfig(HostKVConfig, TokenConfig):
 
 
 class EMLLM(Method[EMLLMConfig, EventCache]):
-    """Surprise finds events, their keys' graph refines them; similar ones and their neighbours are recalled."""
+    """Finds events by surprise, refines them by their keys' graph, recalls similar ones and their neighbours."""
 
     Config = EMLLMConfig
     title = "events bounded by surprise, similar ones and neighbours, in prefill too"
@@ -380,7 +384,7 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
         self.surprises = Surprises(config.window, config.gamma)
 
     def new_cache(self, layer: LayerGeometry) -> EventCache:
-        """Keep near tokens, sinks, event keys and a budget of tokens on the device, the rest in host memory."""
+        """Make a cache with near tokens, sinks, event keys and some tokens on the device, the rest in host memory."""
         config, context = self.config, self.context
         representatives = min(config.representatives, config.shortest)
         layout = BlockLayout(
@@ -397,7 +401,7 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
     def retrieve_window(
         self, layer: int, cache: EventCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
     ) -> Tensor:
-        """Let events go that the window before has completed, choose for the whole window, attend."""
+        """Offload events that the previous window has completed, select for the whole window, attend."""
         self.count(layer, Count.BYTES_TO_HOST, cache.advance())
         room = self.config.budget - cache.sinks - cache.near
         cache.extend(k, v)
@@ -406,7 +410,7 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
             return cache.attend_newest(q, softmax)
 
     def retrieve(self, layer: int, cache: EventCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Choose events for this token and attend."""
+        """Select events for this token and attend."""
         room = self.config.budget - cache.sinks - cache.near
         self._recall(layer, cache, q[:, None], room, self.usage[layer].decode)
         with self.span("attention", layer):
@@ -414,20 +418,20 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
 
     @override
     def take_logits(self, first: int, ids: Sequence[int], logits: Tensor) -> None:
-        """Find where events begin among the tokens of a window."""
+        """Find the events that begin in a window."""
         begins = self.surprises.judge(first, ids, logits)
         if self.retrieval:
             self.events.look(begins, self.surprises.judged, self._refined())
 
     @override
     def statistics(self) -> dict[str, Any]:
-        """How long events are, and what was retrieved."""
+        """Return the length of events, and what was retrieved."""
         closed = next((cache.closed for cache in self.retrieval.values()), 0)
         tokens = self.events.starts[closed] - self.events.starts[0]
         return {"events": closed, "event_tokens": tokens / closed if closed else None, **summarise(self.usage)}
 
     def _refined(self) -> Callable[[int, int], int] | None:
-        """Say what moves a beginning back, by the graph of the tokens from before the newest event on."""
+        """Make the function that moves a boundary back, from the graph of tokens since before the newest event."""
         metric = self.config.refine
         if metric == "none":
             return None
@@ -439,7 +443,7 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
         return partial(refined, graph, metric, first, self.config.shortest)
 
     def _recall(self, layer: int, cache: EventCache, q: Tensor, room: int, usage: BlockStats) -> None:
-        """Bring the events that queries q [H, n, d] of the newest tokens ask for, of `room` tokens together."""
+        """Bring the events that queries q [H, n, d] of the newest tokens select, at most `room` tokens in total."""
         count = cache.num_blocks
         if cache.events.starts[count] - self.config.sink <= room:
             chosen = list(range(count))

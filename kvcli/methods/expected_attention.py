@@ -1,22 +1,21 @@
-"""Expected Attention: the prompt is cut once, by what queries to come can be expected to attend to.
+"""Expected Attention: the prompt is cut once, by the attention that future queries are expected to give.
 
-As in arXiv 2510.00636, section 3. Queries of a head are taken for normal before their rotation, q ~ N(mu, Sigma), with
-mean and covariance over the document as estimates. The `future` queries behind it stand at positions whose rotations
-are averaged, R. Then a query to come is N(R mu, R Sigma R^T) = N(m, S), and what it gives a token before the softmax's
-norm is expected to be z; |v| tells how much of the token would be seen of it.
+As in arXiv 2510.00636, section 3. Queries of a head are taken to be normal before their rotation, q ~ N(mu, Sigma),
+with mean and covariance estimated over the document. The next `future` queries stand at positions whose rotations are
+averaged, R. Then a future query is N(R mu, R Sigma R^T) = N(m, S), and the unnormalised weight that it gives a token is
+expected to be z; |v| tells how much of the token would be seen of it.
 
     z_j = exp(m.k_j / sqrt(d) + k_j^T S k_j / 2d)      a_j = z_j / sum_i z_i      worth_j = (a_j + epsilon) |v_j|
 
-No query that asks for something is looked at: what is kept suits every question. So the question, where the prompt has
-one, belongs neither to what is estimated nor to what is cut, and several questions on a document find the same tokens.
+No query that asks something is used, so what is kept suits every question. Therefore the question, where the prompt has
+one, belongs neither to the estimate nor to what is cut, and several questions on a document find the same tokens.
 
 Decided as in the reference code: the sinks stay and are left out of moments and norm, the mean over the query heads of
-a KV head weighs its tokens, and |v| stands for the norm that the output projection would leave of it. `epsilon` is that
-of its authors' evaluation (NVIDIA/kvpress, evaluation/evaluate_registry.py): where expectations differ by orders of
-magnitude it leaves tokens that are hardly expected to be asked for in the order of their values (`--ablate` shows what
-it does). That code keeps no last tokens; the `window` is SnapKV's, for prompts that are to be gone on with. The model's
-own scale is used for 1/sqrt(d); a softcap is left out, for which nothing closed is known, and attention sinks of the
-model join the norm.
+a KV head rates its tokens, and |v| stands for the norm after the output projection. `epsilon` is that of its authors'
+evaluation (NVIDIA/kvpress, evaluation/evaluate_registry.py): where expectations differ by orders of magnitude, it ranks
+tokens with little expected attention by their values (`--ablate` shows the effect). That code keeps no last tokens; the
+`window` is SnapKV's, for prompts that are to be continued. The model's own scale is used for 1/sqrt(d). A softcap is
+left out, because no closed form is known for it, and attention sinks of the model join the norm.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from kvcli.methods.config import setting
 from kvcli.methods.contract import SequenceContext, last_used_here
 from kvcli.models.geometry import LayerGeometry
 
-KEYS_AT_ONCE = 1 << 13  # whose products with the covariances of a KV head are held together
+KEYS_AT_ONCE = 1 << 13  # keys whose products with the covariances of a KV head are held at once
 
 
 class QueryMoments(NamedTuple):
-    """Number of the queries, their mean [H, d], sum of products of deviations [H, d, d], and where they end."""
+    """The number of queries, their mean [H, d], sum of products of deviations [H, d, d], and their end position."""
 
     seen: int
     mean: Tensor
@@ -48,7 +47,7 @@ class QueryMoments(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, end: int) -> QueryMoments:
-        """Moments of queries q [H, n, d], n >= 1, in at least fp32."""
+        """Return the moments of queries q [H, n, d], n >= 1, in at least fp32."""
         q = q.to(torch.promote_types(q.dtype, torch.float32))
         mean = q.mean(1)
         apart = q - mean[:, None]
@@ -56,11 +55,11 @@ class QueryMoments(NamedTuple):
 
     @property
     def covariance(self) -> Tensor:
-        """The estimate that is most likely, not the unbiased one."""
+        """The maximum-likelihood estimate, not the unbiased one."""
         return self.scatter / self.seen
 
     def joined(self, later: QueryMoments) -> QueryMoments:
-        """Moments of both together (Chan, Golub and LeVeque, 1979)."""
+        """Return the moments of both together (Chan, Golub and LeVeque, 1979)."""
         seen = self.seen + later.seen
         delta = later.mean - self.mean
         scatter = self.scatter + later.scatter
@@ -69,7 +68,7 @@ class QueryMoments(NamedTuple):
 
 
 def expected_attention(mean: Tensor, covariance: Tensor | None, k: Tensor, softmax: Softmax) -> Tensor:
-    """Expect what queries give to each token, in at least fp32; without a covariance by their mean alone."""
+    """Return the expected attention of each token, in at least fp32; without a covariance that of the mean query."""
     attention, groups = [], mean.shape[0] // k.shape[0]
     for head, keys in enumerate(k):
         mine = slice(head * groups, (head + 1) * groups)
@@ -86,7 +85,7 @@ def expected_attention(mean: Tensor, covariance: Tensor | None, k: Tensor, softm
 
 
 def _log_expected(mean: Tensor, covariance: Tensor | None, k: Tensor, scale: float) -> Tensor:
-    """log z [G, n] of keys k [n, d]."""
+    """Return log z [G, n] of keys k [n, d]."""
     k = k.to(mean.dtype)
     scores = scale * (mean @ k.T)
     return scores if covariance is None else scores + scale**2 / 2 * ((k @ covariance) * k).sum(-1)
@@ -102,7 +101,7 @@ class ExpectedAttentionConfig(DocumentCutConfig):
 
 
 class ExpectedAttention(DocumentCut[ExpectedAttentionConfig]):
-    """Keeps of a prompt what queries to come are expected to look at."""
+    """Keeps the prompt tokens that future queries are expected to attend to."""
 
     Config = ExpectedAttentionConfig
     title = "what one cut by the attention expected of later queries kept"
@@ -121,11 +120,11 @@ class ExpectedAttention(DocumentCut[ExpectedAttentionConfig]):
     def __init__(self, config: ExpectedAttentionConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         self.latents = {layer.index: layer.latent for layer in layers}
-        self.moments: dict[int, QueryMoments] = {}  # of the document's queries in the layer that is being read
+        self.moments: dict[int, QueryMoments] = {}  # of the document's queries, for the layer being read
 
     @override
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """Let queries of the document but its sinks join the moments."""
+        """Add the document's queries, except those of sinks, to the moments."""
         first = k.shape[1] - q.shape[1]
         start = max(self.config.sink, first)
         stop = min(self.document_tokens(k.shape[1]), k.shape[1])
@@ -154,7 +153,7 @@ class ExpectedAttention(DocumentCut[ExpectedAttentionConfig]):
         return worth * torch.linalg.vector_norm(values, dim=-1, dtype=worth.dtype) if self.config.value_norm else worth
 
     def _queries_to_come(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Mean [H, d] and covariance [H, d, d] of a layer's queries behind the document."""
+        """Return mean [H, d] and covariance [H, d, d] of a layer's queries after the document."""
         moments, rotary = self.moments[layer], self.context.rotary[layer]
         mean, covariance = moments.mean, moments.covariance if self.config.covariance else None
         if rotary is not None:

@@ -1,12 +1,12 @@
 """FreeKV: speculative retrieval with fine-grained correction (arXiv 2505.13109, sections 3 and 4).
 
 The full KV cache lies in host memory by pages; the device holds sink, window and a selection per KV head. A step
-attends to the pages that the query of the step before selected, so that selection and recall leave the critical path.
+attends to the pages that the query of the previous step selected, so that selection and recall leave the critical path.
 A KV head whose query turned too far (cosine below `tau`, pooled over its group) is corrected: it selects with its own
-query and recalls before attending. The first retrieval of a sequence has nothing to reuse and is counted apart.
+query and recalls before attending. The first retrieval of a sequence has nothing to reuse and is counted separately.
 
-`kvcli.methods.step` carries this out phase after phase, which defines what a step attends to. Anything that
-overlaps phases must select the same pages and give the same output.
+`kvcli.methods.step` carries this out phase after phase, which defines what a step attends to. Anything that overlaps
+phases must select the same pages and give the same output.
 """
 
 from typing import Any, ClassVar, Literal
@@ -35,15 +35,15 @@ class FreeKVConfig(HostKVConfig, PagedConfig):
     double_buffer: bool = setting(True, "copy into two staging buffers in turn, not one (ablation)")
 
     def correct_below(self, layers: int) -> tuple[float, ...]:
-        """The cosine below which a head is corrected, layer by layer; raises KvcliError (usage) for too few numbers.
+        """Return the cosine below which a head is corrected, per layer; raise KvcliError (usage) for too few numbers.
 
-        The ends of the scale are exact whatever a cosine rounds to.
+        0 and 1 map beyond the range of a cosine, so that rounding cannot change "never" and "always".
         """
         return tuple({0.0: -2.0, 1.0: 2.0}.get(tau, tau) for tau in by_layer("tau", self.tau, layers))
 
 
 class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
-    """Reuses the last step's selection where the query allows, recalls only what is missing."""
+    """Reuses the last step's selection where the query allows, and recalls only missing pages."""
 
     Config = FreeKVConfig
     title = "pages that the step before chose, corrected where the query turned"
@@ -77,6 +77,6 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
 
     @override
     def attended(self, layer: int) -> Tensor:
-        """Heads that were not corrected read what the step before had selected."""
+        """Return the tokens read; heads that were not corrected read what the previous step had selected."""
         read = self.remembered[layer].read if layer in self.retrieval else None
         return super().attended(layer) if read is None else self.retrieval[layer].attended_pages(read.pages)

@@ -1,9 +1,9 @@
-"""FreeKV's comparison: pages chosen by the query vector of the last layer (arXiv 2505.13109, appendix B.1, table 4).
+"""FreeKV's comparison: pages selected by the previous layer's query vector (arXiv 2505.13109, appendix B.1, table 4).
 
-Speculation across layers instead of steps: the pages of a layer are selected with the query that the layer before it
-had at this very step, scored as FreeKV scores them, and recalled while that layer is still at work. Nothing is
+This speculates across layers instead of steps: the pages of a layer are selected with the query that the previous layer
+had at the same step, scored as FreeKV scores them, and recalled while that layer is still computing. Nothing is
 corrected. InfiniGen projects the hidden states anew for this; here, as in the paper's comparison, the query vector is
-taken as it is. The first layer that the model has selects with its own.
+used as it is. The model's first layer selects with its own query.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class FreeKVLayerConfig(PagedConfig):
-    """Settings of selection by the last layer's query; defaults: appendix B.1, table 4."""
+    """Settings of selection by the previous layer's query; defaults: appendix B.1, table 4."""
 
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
 
 
 class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
-    """Selects a layer's pages with the query of the layer before."""
+    """Selects a layer's pages with the query of the previous layer."""
 
     Config = FreeKVLayerConfig
     title = "pages that the query of the layer before chose"
@@ -40,7 +40,7 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
 
     def __init__(self, config: FreeKVLayerConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        self.newest: Tensor | None = None  # [H, d], the query of the layer before
+        self.newest: Tensor | None = None  # [H, d], the query of the previous layer
 
     def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
         """Keep everything in host memory and a budget of pages on the device."""
@@ -55,7 +55,7 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
         return out
 
     def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Select and recall with the query of the layer before, then attend."""
+        """Select and recall with the query of the previous layer, then attend."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)
         asked = q if self.newest is None or self.newest.shape != q.shape else self.newest

@@ -1,4 +1,4 @@
-"""Full attention: the whole KV cache on the device. What every other method is measured against."""
+"""Full attention: the whole KV cache on the device; the reference for every other method."""
 
 from torch import Tensor
 from typing_extensions import override
@@ -12,7 +12,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class FullConfig(MethodConfig):
-    """Full attention has nothing to set."""
+    """Full attention has no settings of its own."""
 
 
 class Full(Method[FullConfig, DenseCache]):
@@ -27,7 +27,7 @@ class Full(Method[FullConfig, DenseCache]):
     device_memory = "O(L)"
 
     def new_cache(self, layer: LayerGeometry) -> DenseCache:
-        """Keep all tokens on the device."""
+        """Make a cache that keeps all tokens on the device."""
         return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
 
     @property

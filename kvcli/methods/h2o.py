@@ -1,11 +1,11 @@
-"""H2O: heavy hitters and recent tokens, the rest is evicted at every step (arXiv 2306.14048, section 4).
+"""H2O: heavy hitters and recent tokens are kept, the rest is evicted at every step (arXiv 2306.14048, section 4).
 
-Attention that a token received, summed over all queries so far, says what it is worth. Beside the most recent
-tokens the cache holds those that received most, the heavy hitters; each new token evicts the one that received least.
-The prompt's queries count as all others do: its sums are the columns of the whole attention matrix, made chunk by chunk
-while the prompt is read, which costs its attention once more.
+The attention that a token received, summed over all queries so far, measures its importance. In addition to the most
+recent tokens the cache holds those that received most, the heavy hitters; each new token evicts the one that received
+least. The prompt's queries count like all others: its sums are the columns of the whole attention matrix, computed
+chunk by chunk while the prompt is read, which costs its attention once more.
 
-Decided where the paper, written for one KV head a query head, says nothing: the tokens of a KV head are chosen by the
+Decided where the paper, written for one KV head per query head, says nothing: the tokens of a KV head are chosen by the
 mean over its query heads. Budget and recent tokens include the current one, at whose arrival the eviction happens.
 """
 
@@ -32,7 +32,7 @@ class H2OConfig(MethodConfig):
 
 
 class H2O(Method[H2OConfig, EvictingCache]):
-    """Holds what was looked at most so far, and what came last."""
+    """Keeps the tokens that received most attention so far, and the most recent ones."""
 
     Config = H2OConfig
     title = "heavy hitters by all attention so far, and recent tokens"
@@ -44,16 +44,16 @@ class H2O(Method[H2OConfig, EvictingCache]):
 
     def __init__(self, config: H2OConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        self.sums: dict[int, Tensor] = {}  # layer that is being read -> attention each token received, [Hk, m]
+        self.sums: dict[int, Tensor] = {}  # layer being read -> attention each token received, [Hk, m]
 
     def new_cache(self, layer: LayerGeometry) -> EvictingCache:
-        """Hold a budget of tokens."""
+        """Make a cache of a budget of tokens."""
         rows = min(self.config.budget, self.context.capacity)
         recent = int(self.config.recent * self.config.budget)
         return EvictingCache(layer.num_kv_heads, layer.head_dim, rows, min(recent, rows), self.context.tiers)
 
     def observe(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """Add what the prompt's next queries look at."""
+        """Add the attention of the prompt's next queries."""
         if layer in self.retrieval:
             with self.span("score", layer):
                 sums = mean_attention(column_sums(q, k, softmax), len(k), "group")
@@ -87,8 +87,8 @@ class H2O(Method[H2OConfig, EvictingCache]):
 def column_sums(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     """Sum the attention that each key got from the newest n queries: q [H, n, d], k [Hk, m, d], n <= m -> [H, m].
 
-    The sums are in at least fp32. There is never an n*m matrix: the weights of a bounded number of queries of one KV
-    head are held at a time.
+    The sums are in at least fp32. There is never an n*m matrix: only the weights of a bounded number of queries of one
+    KV head are held at a time.
     """
     groups = q.shape[0] // k.shape[0]
     sums = q.new_zeros(k.shape[0], groups, k.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))

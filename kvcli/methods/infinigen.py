@@ -1,17 +1,17 @@
-"""InfiniGen: a layer's tokens are chosen and fetched while the layer before it works (arXiv 2406.19707, section 4).
+"""InfiniGen: a layer's tokens are chosen and fetched while the previous layer computes (arXiv 2406.19707, section 4).
 
-The attention input of layer l, put through the query projection of layer l+1, predicts the query of layer l+1. Scored
-with it are a few skewed columns of the keys: an orthogonal matrix turns queries and keys so that few columns carry most
-of their product, and each prompt keeps the part `columns` of them that is strongest in its own queries and keys. Chosen
-are the tokens that score within `alpha` of the best, as many for every KV head as the heads want on average, and never
+The attention input of layer l, put through the query projection of layer l+1, predicts the query of layer l+1. It
+scores a few skewed columns of the keys: an orthogonal matrix rotates queries and keys so that few columns carry most of
+their product, and each prompt keeps the part `columns` of them that is strongest in its own queries and keys. The
+tokens within `alpha` of the best score are chosen, for every KV head as many as the heads want on average, and never
 more than the budget holds. They are fetched token by token; all KV lies in host memory.
 
 Decided: the skew comes from a calibration or, without one, from the prompt's own keys and last `rows` queries, which
 also choose the columns. The query heads of a KV head share its skew, so that the columns of a key are kept once, and
-the maximum of their scores counts. The first layer is dense; the paper leaves the second whole too, for the first
+the maximum of their scores counts. The first layer is dense; the paper also leaves the second whole, because the first
 one's input predicts little (`dense_layers` = 2). 0.3 of the columns is what FreeKV compared with (arXiv 2505.13109);
 the reference code's runs take 0.2, with an `alpha` of 4 for OPT and mostly 5 for Llama. Host memory is not bounded. A
-layer that was told nothing, the model's first where it is not dense, chooses with its own query. In the counters one
+layer without a prediction, the model's first where it is not dense, chooses with its own query. In the counters one
 token of one KV head is a page of size 1.
 """
 
@@ -41,14 +41,14 @@ from kvcli.methods.step import BatchSlots, FromHost, Index, NearBest, Phases, Sc
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import slices
 
-# Tokens whose keys are projected at once: fp32 copies of them stay this long.
+# Tokens whose keys are projected at once; bounds the fp32 copies.
 PIECE = 4096
 
 
 class PartialKeyIndex(TokenIndex):
     """The paper's partial key cache, on the device: `keys` [Hk, capacity, c], the full keys times `basis` [Hk, d, c].
 
-    The method sets the basis before any token comes.
+    The method sets the basis before the first token is stored.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, columns: int, capacity: int, tiers: Tiers):
@@ -63,15 +63,15 @@ class PartialKeyIndex(TokenIndex):
             self.keys[:, first:][:, part] = keys[:, part].float() @ self.basis
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is indexed, by name."""
+        """Return the indexed tensors by name."""
         return {"basis": self.basis, "keys": self.keys}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold these in their place."""
+        """Hold these tensors instead of the present ones."""
         self.basis, self.keys = tensors["basis"], tensors["keys"]
 
     def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
-        """Score consecutive tokens with q [H, d] for every query head: [Hk, G, len(tokens)] in fp32."""
+        """Score consecutive tokens with q [H, d] for every query head; return [Hk, G, len(tokens)] in fp32."""
         heads = q.float().view(self.keys.shape[0], -1, q.shape[-1]) @ self.basis  # [Hk, G, c]
         return token_scores(heads.flatten(0, 1), self.keys[:, tokens.start : tokens.stop], scale)
 
@@ -82,7 +82,7 @@ class PartialKeyIndex(TokenIndex):
         return Traffic(scored=scored, scores=4 * self.keys.shape[0] * len(candidates))
 
     def settled(self) -> list[Settled]:
-        """Keys stay as they came."""
+        """Return the keys, which do not change."""
         return [Settled(self.keys, 1, self.filled)]
 
     @override
@@ -123,11 +123,11 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
             layer: (cache.k.shape[0], cache.k.shape[2], cache.k.shape[2]) for layer, cache in self.retrieval.items()
         }
         self.skew = CalibrationMatrices(config.skew, shapes, "skew") if config.skew else None
-        self.scales: dict[int, float] = {}  # layer -> what its q.k is scaled by
+        self.scales: dict[int, float] = {}  # layer -> factor of its q.k
         self.predicted = self.chosen = self.choices = 0
 
     def new_cache(self, layer: LayerGeometry) -> Cache:
-        """Keep everything in host memory, a budget of tokens and a few columns of all keys on the device."""
+        """Make a cache with everything in host memory; on the device some tokens and a few columns of all keys."""
         heads, d, capacity = layer.num_kv_heads, layer.head_dim, self.context.capacity
         tiers = self.config.tiers(self.context.tiers)
         index = PartialKeyIndex(heads, d, max(1, int(self.config.columns * d)), capacity, tiers)
@@ -139,14 +139,14 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         return self.config.rows
 
     def take_prompt(self, layer: int, cache: Cache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Choose the columns that this prompt's tokens are scored by."""
+        """Choose the columns by which this prompt's tokens are scored."""
         self.scales[layer] = softmax.scale
         skew = self.skew[layer].to(k.device) if self.skew else prompt_skew(q, k)
         cache.index.basis.copy_(strongest_columns(skew, q, k, cache.index.basis.shape[2]))
         super().take_prompt(layer, cache, k, v, q, softmax)
 
     def take_next_query(self, layer: int, q: Tensor) -> None:
-        """Choose and fetch for a layer that has yet to take the current token."""
+        """Choose and fetch for a layer that has not stored the current token yet."""
         Phases(self, layer, Softmax(self.scales[layer])).choose_ahead(q)
 
     @property
@@ -161,14 +161,14 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         self.predicted += tally["layer_steps"] if layer else 0
 
     def statistics(self) -> dict[str, Any]:
-        """Say how many tokens a KV head chose on average, and how many layer-steps' queries were predicted."""
+        """Return how many tokens a KV head chose on average, and how many layer-steps had a predicted query."""
         if not self.choices:
             return {}
         return {"tokens_chosen_mean": self.chosen / self.choices, "layer_steps_foretold": self.predicted}
 
 
 class PartialKeys(Index):
-    """Scores by a few columns of the keys in a basis of their head; the best head of a group counts."""
+    """Scores by a few columns of the keys in their head's basis; the maximum over the group counts."""
 
     @override
     def scores(self, cache: Any, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
@@ -180,7 +180,7 @@ class PartialKeys(Index):
 
 
 class PartialKeysOverSlots(ScoredIndex):
-    """The same of a batch, by `keys` and `basis`."""
+    """`PartialKeys` for a batch, by `keys` and `basis`."""
 
     needs_newest = True
 

@@ -2,15 +2,16 @@
 
 The prompt is read window by window. Each window, and later each generated token, attends to the sinks, to the local
 window and itself, and to the blocks whose representative keys have the largest inner product with its query, averaged
-over the window. What leaves the local window goes to host memory by blocks: neither attention nor device memory grows
-with the context but for one key a block. One set of blocks serves all heads of a layer.
+over the window. Tokens that leave the local window go to host memory in blocks: neither attention nor device memory
+grows with the context, except for one key per block. One set of blocks serves all heads of a layer.
 
-Local are the newest whole blocks, `window` tokens of them before the window that is being read; a token's attention is
-the probability that all heads gave it from later tokens while it was near. Queries are compared with block keys without
-rotation on either side, heads concatenated, so that relevance does not depend on distance. With `positions = "capped"`
-all that is not local is `window - 1` tokens away from every query, and prompts can be longer than the positions that
-the model was trained for; local tokens and the window itself keep their distances.
-Exact while the context fits into the budget; with "capped" only until something leaves the local window (but for NoPE).
+The local window is the newest whole blocks: `window` tokens before the window that is being read. A token represents
+its block by the attention that it received, summed over all heads, from later tokens while it was local. Queries are
+compared with block keys without rotation on either side, heads concatenated, so that relevance does not depend on
+distance. With `positions = "capped"` everything that is not local is `window - 1` tokens away from every query, and
+prompts can be longer than the positions that the model was trained for; local tokens and the window itself keep their
+distances. The method is exact while the context fits into the budget; with "capped" only until something leaves the
+local window (except for NoPE).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class InfLLMConfig(HostKVConfig, PagedConfig):
 
     @property
     def beside(self) -> int:
-        """As many of them can give their place up to tokens that stay."""
+        """How many of these slots can be given up to tokens that stay."""
         return 0
 
     @model_validator(mode="after")
@@ -59,7 +60,7 @@ class InfLLMConfig(HostKVConfig, PagedConfig):
 
 
 class InfLLM(Method[InfLLMConfig, BlockCache]):
-    """Mean query of a window, inner product with block keys, a fixed number of blocks."""
+    """Searches with a window's mean query, by inner product with block keys, for a fixed number of blocks."""
 
     Config = InfLLMConfig
     title = "blocks found by their most attended tokens, in prefill too"
@@ -77,7 +78,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         self.usage = {layer: PhaseStats() for layer in self.retrieval}
 
     def new_cache(self, layer: LayerGeometry) -> BlockCache:
-        """Keep local tokens, sinks, block keys and a budget of blocks on the device, the rest in host memory."""
+        """Make a cache with local tokens, sinks, block keys and some blocks on the device, the rest in host memory."""
         config, context = self.config, self.context
         layout = BlockLayout(
             config.pages, config.slots, config.prefill_window, config.representatives, config.positions, config.beside
@@ -92,7 +93,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
     def retrieve_window(
         self, layer: int, cache: BlockCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
     ) -> Tensor:
-        """Choose blocks for the whole window, attend, then let what left the local window go."""
+        """Select blocks for the whole window, attend, then offload what has left the local window."""
         cache.extend(k, v)
         with self.span("score", layer):
             plain = cache.unrotate(q, cache.length - q.shape[1])
@@ -104,7 +105,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
         return out
 
     def retrieve(self, layer: int, cache: BlockCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Choose blocks for this token and attend."""
+        """Select blocks for this token and attend."""
         with self.span("score", layer):
             plain = cache.unrotate(q[:, None], cache.length - 1)
             scores = self.step_scores(layer, cache, plain[:, 0])
@@ -116,20 +117,20 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
             return cache.attend_newest(q[:, None], softmax, plain)[:, 0]
 
     def window_scores(self, layer: int, cache: BlockCache, queries: Tensor) -> Tensor:  # noqa: ARG002
-        """Score every block for a window of the prompt with un-rotated queries [H, n, d] -> [blocks]."""
+        """Score every block for a window of the prompt with un-rotated queries [H, n, d]; return [blocks]."""
         return dot_scores(queries.mean(1), cache.block_keys)
 
     def step_scores(self, layer: int, cache: BlockCache, query: Tensor) -> Tensor:  # noqa: ARG002
-        """Score every block for a generated token with its un-rotated query [H, d] -> [blocks]."""
+        """Score every block for a generated token with its un-rotated query [H, d]; return [blocks]."""
         return dot_scores(query, cache.block_keys)
 
     def allot(self, layer: int, scores: Tensor) -> int:  # noqa: ARG002
-        """Say how many blocks a generated token may have in this layer."""
+        """Return how many blocks a generated token may have in this layer."""
         return self.retrieval[layer].selected
 
     @override
     def statistics(self) -> dict[str, Any]:
-        """What was retrieved."""
+        """Return what was retrieved."""
         return summarise(self.usage)
 
     def _recall(self, layer: int, cache: BlockCache, scores: Tensor, wanted: int, usage: BlockStats) -> None:
@@ -139,7 +140,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
                 cache.recall(torch.arange(len(scores), device=scores.device))
             return
         with self.span("select", layer):
-            blocks = topk_pages(scores[None], wanted)[0].sort().values  # what makes room depends on the order
+            blocks = topk_pages(scores[None], wanted)[0].sort().values  # evictions depend on the order
         with self.span("recall", layer):
             misses, moved = cache.recall(blocks)
         self.count_heads(layer, Count.PAGES_REQUESTED, [wanted] * len(misses))

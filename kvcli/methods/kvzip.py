@@ -1,19 +1,19 @@
-"""KVzip: the prompt is cut once, by what the model looks at when it repeats the document (arXiv 2505.23416, section 3).
+"""KVzip: the prompt is cut once, by what the model attends to when repeating its document (arXiv 2505.23416, sec. 3).
 
-What lets a model write its context down again is enough to answer any question on it. So behind the document the model
-is asked to repeat it, and reads what it would have to write, chunk by chunk: a request, for later chunks with the eight
-tokens before them, and the chunk. A token of the document is worth the highest weight that any query of its KV
-head's group gives it then, among the chunk's tokens, the sinks and what the repetition itself has read so far:
+What lets a model write its context down again is enough to answer any question about it. So after the document the
+model is asked to repeat it, and reads the expected answer, chunk by chunk: a request, for later chunks with the eight
+tokens before them, and the chunk. The worth of a document token is the highest weight that any query of its KV head's
+group gives it then, among the chunk's tokens, the sinks and the repetition read so far:
 
     worth_j = max over g, i of softmax(q_gi . [K_sink, K_chunk, K_repeated up to i] / sqrt(d))_j
 
-No question is looked at, so that a document is cut the same for all of them; the question behind it stays. What this
-costs is a second prefill of the document, whose queries attend to all of it; `repeated_tokens` counts them.
+No question is used, so that a document is cut the same way for all of them; the question after it stays. The cost is a
+second prefill of the document, whose queries attend to all of it; `repeated_tokens` counts its tokens.
 
-Decided: a budget for every KV head of every layer, the paper's uniform allocation, where its main results share one
-budget among all heads and layers: rows of a layer's cache are those of all its heads. The first `sink` tokens stay, as
-in its code the system message does, and are not repeated; the `window` is SnapKV's, for prompts without a question. Of
-a question that is longer than half of the budget, the last tokens stay.
+Decided: every KV head of every layer has its own budget, the paper's uniform allocation, where its main results share
+one budget among all heads and layers; a layer's cache has the same rows for all its heads. The first `sink` tokens
+stay, as the system message does in its code, and are not repeated. The `window` is SnapKV's, for prompts without a
+question. Of a question longer than half of the budget, the last tokens stay.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from kvcli.methods.contract import SequenceContext, last_used_here
 from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import slices
 
-REQUEST = 32  # tokens that a request may take, for plans; how many they are is up to the tokenizer
+REQUEST = 32  # tokens assumed per request in plans; the actual number depends on the tokenizer
 
 
 class KVzipConfig(DocumentCutConfig):
@@ -43,14 +43,14 @@ class KVzipConfig(DocumentCutConfig):
 
     @override
     def read_again(self, prompt: int) -> int:
-        """The document, and a request for each of its chunks."""
+        """Return the tokens of the document and of a request for each of its chunks."""
         if prompt <= self.budget:
             return 0
         return prompt + -(-prompt // self.chunk) * REQUEST
 
 
 class KVzip(DocumentCut[KVzipConfig]):
-    """Keeps of a document what the model needs to repeat it."""
+    """Keeps the document tokens that the model needs to repeat it."""
 
     Config = KVzipConfig
     title = "what one cut by the attention of repeating the text kept"
@@ -62,13 +62,13 @@ class KVzip(DocumentCut[KVzipConfig]):
 
     def __init__(self, config: KVzipConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
-        self.scores: dict[int, Tensor] = {}  # layer that is being read -> worth of the document's tokens [Hk, n]
+        self.scores: dict[int, Tensor] = {}  # layer being read -> worth of the document's tokens [Hk, n]
         self.repeated_tokens = 0  # requests included
 
     @property
     @override
     def repeated(self) -> Sequence[slice]:
-        """The document but its sinks, in chunks; nothing of a prompt that is kept whole."""
+        """The document without its sinks, in chunks; empty for a prompt that is kept whole."""
         prompt, sink = self.context.prompt_tokens or 0, self.config.sink
         if prompt <= self.config.budget:
             return ()
@@ -77,7 +77,7 @@ class KVzip(DocumentCut[KVzipConfig]):
 
     @override
     def observe_repeated(self, layer: int, part: slice, q: Tensor, k: Tensor, softmax: Softmax) -> None:
-        """Note the highest weights that tokens of the part get."""
+        """Record the highest weights that tokens of the part receive."""
         if layer not in self.retrieval:
             return
         document, sink = self.document_tokens(self.context.prompt_tokens or 0), self.config.sink
@@ -104,12 +104,12 @@ class KVzip(DocumentCut[KVzipConfig]):
 
     @override
     def statistics(self) -> dict[str, Any]:
-        """Say also how many tokens were read for the scores."""
+        """Add the number of tokens read for the scores."""
         return {**super().statistics(), "repeated_tokens": self.repeated_tokens}
 
 
 def highest_weights(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
-    """Find the highest weight that each key gets from any of the newest n queries of its group.
+    """Return the highest weight that each key gets from any of the newest n queries of its group.
 
     Shapes: q [H, n, d], k [Hk, m, d], n <= m -> [Hk, m], in at least fp32; zero for keys that no query sees.
     """

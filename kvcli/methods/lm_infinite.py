@@ -1,9 +1,9 @@
 """LM-Infinite: sinks and the newest tokens, with a ceiling on distances, for prompts of any length (arXiv 2308.16137).
 
-The mask has the form of a Greek lambda: every token attends to the first ones and to the newest `budget` less these, in
-the prompt as in what is generated. No distance is larger than a ceiling, here that of the local `window`, so that a
-model reads beyond the length that it was trained for. The prompt is read by windows, as by InfLLM, whose blocks these
-are: those that are not local are chosen by being the newest, and stand at the ceiling.
+The mask has the shape of a Greek lambda: every token, prompt or generated, attends to the first tokens and to the
+newest ones, `budget` in total. No distance is larger than a ceiling, here that of the local `window`, so that a model
+reads beyond the length that it was trained for. The prompt is read in windows, as by InfLLM, whose blocks these are:
+those that are not local are the newest ones, at the distance of the ceiling.
 
 Decided: defaults are for a model trained on 4,096 tokens, whose length is window and ceiling in the paper. The tokens
 that the paper puts back into the middle of some layers for retrieval are left out, as in its main experiments.
@@ -29,7 +29,7 @@ class LMInfiniteConfig(InfLLMConfig):
 
 
 class LMInfinite(InfLLM):
-    """Chooses the newest blocks, whatever a query asks for."""
+    """Selects the newest blocks, whatever the query."""
 
     Config = LMInfiniteConfig
     title = "sinks and the newest tokens, at no distance beyond a ceiling, in prefill too"
@@ -49,5 +49,5 @@ class LMInfinite(InfLLM):
 
 
 def _recency(cache: BlockCache) -> Tensor:
-    """Score every block by its place: the newest most."""
+    """Score every block by its position, the newest highest."""
     return torch.arange(len(cache.block_keys), dtype=torch.float32, device=cache.block_keys.device)

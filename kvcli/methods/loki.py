@@ -1,15 +1,14 @@
-"""Loki: tokens by the few dimensions that keys really have (arXiv 2406.02542, section 4).
+"""Loki: tokens scored by the few dimensions in which keys vary (arXiv 2406.02542, section 4).
 
-The keys of a head lie close to a space of few dimensions. They are kept turned to their principal axes, found by a
-calibration or, without one, from the prompt's keys. That changes no score, but the first `rank` channels now say most
-of it. A step scores all tokens by these, takes the best, and attends to them with all channels. It saves memory
-traffic, not memory.
+The keys of a head lie close to a low-dimensional subspace. They are stored rotated to their principal axes, which come
+from a calibration or, without one, from the prompt's keys. That changes no score, but the first `rank` channels now
+carry most of it. A step scores all tokens by these, selects the best, and attends to them with all channels. It saves
+memory traffic, not memory.
 
-Axes of a prompt are those of its keys alone and stay as they are: a prompt of a few tokens has too few of them to find
-the space, and what is generated after it is scored poorly. From some 40 tokens on they do; a calibrated file always
-does.
+Axes of a prompt are those of its keys alone and do not change: a prompt of a few tokens has too few keys to find the
+subspace, and what is generated after it is scored poorly. Some 40 tokens are enough; a calibrated file always is.
 
-Decided where the paper, which has no grouped queries, is silent: scores are scaled as in attention, turned to weights
+Decided where the paper, which has no grouped queries, is silent: scores are scaled as in attention, turned into weights
 over the candidates, and pooled over the query heads of a KV head. The paper's part k_f of the context is a budget in
 tokens here. In the counters one token of one KV head is a page of size 1.
 """
@@ -58,7 +57,7 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
         self.pca = CalibrationMatrices(config.pca, shapes, "pca") if config.pca else None
 
     def new_cache(self, layer: LayerGeometry) -> PrincipalAxesCache:
-        """Keep everything on the device, keys in their principal axes."""
+        """Make a cache that keeps everything on the device, keys in their principal axes."""
         heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
         return PrincipalAxesCache(
             heads, d, context.capacity, self.config.tokens, min(self.config.rank, d), context.tiers
@@ -67,7 +66,7 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
     def take_prompt(
         self, layer: int, cache: PrincipalAxesCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax
     ) -> None:
-        """Find the axes of the keys; the cache turns what it takes."""
+        """Compute the axes of the keys; the cache rotates the keys that it stores."""
         cache.axes.copy_(self.pca[layer] if self.pca else principal_axes(centred_moments(k)))
         super().take_prompt(layer, cache, k, v, q, softmax)
 
@@ -78,7 +77,7 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
 
 
 class InAxes(Coordinates):
-    """To the principal axes of the KV heads; dtypes stay."""
+    """Coordinates along the principal axes of the KV heads; dtypes stay."""
 
     @override
     def turned(self, cache: PrincipalAxesCache, q: Tensor) -> Tensor:
@@ -90,13 +89,13 @@ class InAxes(Coordinates):
 
 
 class InAxesOverSlots:
-    """The same for queries and new keys of a batch, [b, H or Hk, d]."""
+    """`InAxes` for queries and new keys of a batch, [b, H or Hk, d]."""
 
     def __init__(self, slots: BatchSlots):
         self.axes = slots.tensors["axes"]  # [b, Hk, d, d]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Do what `PrincipalAxesCache.to_axes` does."""
-        turned = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)  # as values lie beside keys
+        """Rotate x to the axes, as `PrincipalAxesCache.to_axes` does."""
+        turned = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)  # x may be strided
         project_heads(x, self.axes, turned)
         return turned

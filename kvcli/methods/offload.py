@@ -1,11 +1,11 @@
-"""Offloading as libraries usually do it: all KV in host memory, every layer brought whole, one ahead.
+"""Offloading as libraries usually do it: all KV in host memory, every layer brought whole, one layer ahead.
 
 Exact attention at any length, with room on the device for two layers: while one is computed the next one arrives, and
-during the last one the first, for the next token. Each step moves the whole KV cache across the bus, which is what
-retrieval saves. On CUDA the prefetch runs on a stream of its own; in one graph of a whole step too, where a kernel
-brings the tokens that there are, and an odd number of layers takes turns with three buffers. On a CPU, where host
-memory is the device's, layers are attended to in their place, which counts as if they had come; those on a disk do
-come, and quantised ones where a prompt is read by windows.
+during the last one the first, for the next token. Each step moves the whole KV cache across the bus, which is the cost
+that retrieval saves. On CUDA the prefetch runs on a stream of its own, also within one graph of a whole step. There a
+kernel brings the tokens that exist, and an odd number of layers takes turns with three buffers. On a CPU, where host
+memory is the device's, layers are attended to in place, which counts as if they had been brought; layers on a disk are
+brought, and so are quantised ones where a prompt is read in windows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvcli.telemetry.counters import Count
 
 
 class LayerPrefetcher:
-    """Two buffers [t, capacity * width] on the device that layers take in turns; `width` is the largest Hk * d.
+    """Two buffers [t, capacity * width] on the device that layers use in turn; `width` is the largest Hk * d.
 
-    On CUDA a layer is copied on a stream of its own while the one before it is computed; on the CPU there is nothing to
-    overlap with: a layer is viewed where it lies, or made of its bytes at once, unless it comes from a disk.
+    On CUDA a layer is copied on a stream of its own while the previous one is computed. On the CPU there is nothing to
+    overlap with: a layer is viewed in place or dequantised at once, unless it comes from a disk.
     """
 
     not_state: ClassVar[tuple[str, ...]] = ("buffers", "stream", "done", "coming")
@@ -51,12 +51,12 @@ class LayerPrefetcher:
         if tiers.device.type == "cuda":
             self.stream = torch.cuda.Stream(tiers.device)  # type: ignore[no-untyped-call]
         self.prefetched: TokenMajorCache | None = None  # the layer in the buffer whose turn it is
-        self.rows = 0  # how many of its tokens are there, or on their way
-        self.done: torch.cuda.Event | None = None  # when they are there
-        self.coming: Future[None] | None = None  # likewise, from a disk
+        self.rows = 0  # how many of its tokens have arrived or are on their way
+        self.done: torch.cuda.Event | None = None  # recorded when they have arrived
+        self.coming: Future[None] | None = None  # done when they have arrived from a disk
 
     def prefetch(self, cache: TokenMajorCache, span: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Begin to copy all tokens of a layer; the layer fetched last stays valid until the next call.
+        """Start copying all tokens of a layer; the layer fetched last stays valid until the next call.
 
         On CUDA the copies run in a `span`, which times them.
         """
@@ -72,17 +72,17 @@ class LayerPrefetcher:
                 ahead, tokens = cache.on_disk.share_of.tier.ahead, slice(0, cache.held)
                 self.coming = ahead.submit(_read, cache, tokens, self._views(cache))
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.tiers.device))  # which has read this buffer
+        self.stream.wait_stream(torch.cuda.current_stream(self.tiers.device))  # may read this buffer
         with torch.cuda.stream(self.stream), span():
             cache.read(slice(0, cache.held), self._views(cache))
             self.done = self.stream.record_event()
         self.buffers[0].record_stream(self.stream)
 
     def fetch(self, cache: TokenMajorCache) -> tuple[Tensor, Tensor, int]:
-        """Return keys and values [Hk, held, d] of a layer, and the bytes of them that only this call copies.
+        """Return keys and values [Hk, held, d] of a layer, and the bytes that only this call copies.
 
-        Those are the newest token; or all, where the last `prefetch` was not of this layer. Bytes that are viewed in
-        their place count as if they were copied.
+        These are the newest token's, or all bytes if the last `prefetch` was of another layer. Bytes that are viewed in
+        place count as if they were copied.
         """
         early = self.rows if self.prefetched is cache else 0
         late = nbytes(cache.kv[:, early : cache.held])
@@ -99,16 +99,16 @@ class LayerPrefetcher:
         return *both(views[:, : cache.held].transpose(1, 2)), late
 
     def waiting(self) -> Sequence[Tensor]:
-        """Give the buffers, which no prompt needs."""
+        """Return the buffers, which no prompt needs."""
         return self.buffers
 
     def restored(self) -> None:
-        """Copy again what was in the buffer whose turn it is."""
+        """Copy the contents of the current buffer again."""
         if self.prefetched is not None and not self.prefetched.in_place:
             self.prefetched.read(slice(0, self.rows), self._views(self.prefetched))
 
     def release(self) -> None:
-        """Free the buffers; no layer is brought any more."""
+        """Free the buffers; no layer can be fetched any more."""
         self.prefetched = self.done = None
         self.buffers = []
 
@@ -117,17 +117,17 @@ class LayerPrefetcher:
         return Footprint(device=nbytes(*self.buffers))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerPrefetcher:
-        """A copy has buffers of its own, and nothing on its way."""
+        """Make a copy with buffers of its own and nothing in flight."""
         return LayerPrefetcher(self.capacity, self.width, self.tiers)
 
     def _arrive(self) -> None:
-        """Wait for what comes from a disk."""
+        """Wait for the layer that comes from a disk."""
         coming, self.coming = self.coming, None
         if coming is not None:
             coming.result()
 
     def _views(self, cache: TokenMajorCache) -> Tensor:
-        """View the buffer whose turn it is in the shape of the layer: [t, capacity, Hk, d]."""
+        """View the current buffer in the shape of the layer: [t, capacity, Hk, d]."""
         shape = (cache.kv.shape[1], *cache.token_shape)
         return self.buffers[0][:, : math.prod(shape)].unflatten(1, shape)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -138,16 +138,16 @@ def _read(cache: TokenMajorCache, tokens: slice, views: Tensor) -> None:
 
 
 class OffloadConfig(HostKVConfig):
-    """Offloading has nothing else to set."""
+    """Settings of offloading: only those of host memory."""
 
     @property
     @override
     def stays_in_place(self) -> bool:
-        return self.kv_dtype == "auto"  # bytes become numbers on their way
+        return self.kv_dtype == "auto"  # quantised layers are dequantised on their way
 
 
 class Offload(Method[OffloadConfig, TokenMajorCache]):
-    """Every layer attends to everything, two of them on the device at a time."""
+    """Attends to everything in every layer, with two layers on the device at a time."""
 
     Config = OffloadConfig
     title = "everything, brought layer by layer, one ahead"
@@ -173,11 +173,11 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
 
     @property
     def waiting(self) -> Sequence[Waits]:
-        """Beside the layers the two buffers of each device, which no prompt needs."""
+        """The layers, and the two buffers of each device, which no prompt needs."""
         return [*super().waiting, *getattr(self, "prefetchers", ())]
 
     def new_cache(self, layer: LayerGeometry) -> TokenMajorCache:
-        """Keep all tokens in host memory."""
+        """Make a cache that keeps all tokens in host memory."""
         context, tiers = self.context, self.config.tiers(self.context.tiers)
         return TokenMajorCache(layer.num_kv_heads, layer.head_dim, context.capacity, tiers, offload=True)
 
@@ -192,7 +192,7 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
             prefetcher.release()
 
     def retrieve(self, layer: int, cache: TokenMajorCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Have the layer on the device, let the next one come, and attend; on a CPU to bytes where they lie."""
+        """Fetch the layer, start prefetching the next one, and attend; a CPU reads quantised bytes in place."""
         if cache.reads_in_place(q):
             self.prefetchers[self.prefetcher_of[layer]].prefetched = None
             self.count(layer, Count.BYTES_TO_DEVICE, nbytes(cache.kv[:, : cache.held]))
@@ -207,7 +207,10 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
     def retrieve_window(
         self, layer: int, cache: TokenMajorCache, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
     ) -> Tensor:
-        """Attend likewise; of the first layer nothing comes early, for its newest tokens may be taken back before."""
+        """Attend to all tokens so far with a window of the prompt.
+
+        The first layer is not prefetched, because its newest tokens may be taken back before it is read.
+        """
         self.count(layer, Count.BYTES_TO_HOST, cache.append_window(k, v))
         following = self.following[layer]
         seen_k, seen_v = self._recall(layer, cache, following if following > layer else None)
@@ -215,7 +218,7 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
             return prefill_attention(q, seen_k, seen_v, softmax)
 
     def _recall(self, layer: int, cache: TokenMajorCache, following: int | None) -> tuple[Tensor, Tensor]:
-        """Bring a layer's keys and values [Hk, held, d], and have those of the layer `following` come."""
+        """Fetch a layer's keys and values [Hk, held, d], and start prefetching the layer `following`."""
         with self.span("recall", layer):
             prefetcher = self.prefetchers[self.prefetcher_of[layer]]
             k, v, late = prefetcher.fetch(cache)
@@ -227,7 +230,7 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
 
     @override
     def footprint(self) -> Footprint:
-        """Host memory, and room for two layers on each device."""
+        """Count host memory, and room for two layers on each device."""
         devices = dict.fromkeys(map(self.context.device, self.retrieval))
         pairs = zip(self.prefetchers, devices, strict=True)
         return sum((self.context.placed(each.footprint(), device) for each, device in pairs), super().footprint())

@@ -1,11 +1,12 @@
-"""Oracle: the tokens of the largest attention weights, found by reading every key (the ceiling of a selection).
+"""Oracle: the tokens with the largest attention weights, found by reading every key (an upper bound for selection).
 
-No method can choose better tokens at a budget, for the weights themselves choose: each query head attends to the
-`budget` tokens whose exact q.k is largest. It saves nothing, since a step reads all keys. Measure others by it.
+No method can choose better tokens at a budget, because the weights themselves choose: each query head attends to the
+`budget` tokens whose exact q.k is largest. It saves nothing, since a step reads all keys. Other methods are measured
+against it.
 
-Decided: each query head chooses for itself, as the attention of a model does; with `pooling` the heads of a KV head
-choose together, which is the ceiling of methods that choose so. Neither sink nor window is kept, only the newest token.
-In the counters one token of one KV head is a page of size 1.
+Decided: each query head chooses on its own, as the attention of a model does. With `pooling` the heads of a KV head
+choose together, which is the upper bound of methods that choose so. Neither sink nor window is kept, only the newest
+token. In the counters one token of one KV head is a page of size 1.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class Oracle(Method[OracleConfig, ChannelScoredCache]):
     true_kv: ClassVar[dict[str, Any] | None] = {"pooling": "max_s"}
 
     def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache:
-        """Keep everything on the device; all channels of a key are read."""
+        """Make a cache that keeps everything on the device; all channels of a key are scored."""
         shape, readers = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.readers(layer)
         return ChannelScoredCache(*shape, self.config.tokens, layer.head_dim, self.context.tiers, readers)
 
     @cached_property
     @override
     def plan(self) -> StepPlan:
-        """As a `step_plan`, but no CUDA graph carries it out: its slots have one selection a KV head."""
+        """Like a `step_plan`, but no CUDA graph can run it: slots hold one selection per KV head."""
         return StepPlan(KeyChannels(None, self.config.pooling))

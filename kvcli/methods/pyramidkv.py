@@ -1,14 +1,14 @@
 """PyramidKV: SnapKV with more tokens for lower layers and fewer for higher ones (arXiv 2406.02069, section 4).
 
-Attention spreads widely in the first layers and narrows towards the last. So the tokens that a layer keeps beside its
-window fall linearly from layer to layer, the mean being what SnapKV gives to each: the last layer gets that mean
-divided by `beta`, the first the double of the mean less this.
+Attention spreads widely in the first layers and narrows towards the last. So the number of tokens that a layer keeps in
+addition to its window falls linearly from layer to layer, and the mean is SnapKV's number: the last layer gets that
+mean divided by `beta`, the first twice the mean less this.
 
 Decided as in the reference code: where the first layer's share is more than the prompt has, it keeps everything, and
-the last layer gets what this leaves, so that the mean stays (for prompts shorter than twice the budget that code gives
+the surplus goes to the last layer, so that the mean stays (for prompts shorter than twice the budget that code gives
 all layers the same). Layers lie on the exact line, each rounded down, where the code rounds the step between two layers
-down, so that a layer may differ from it by as many tokens as layers lie below it. Only layers that are cut count, not
-sliding-window ones.
+down, so that a layer may differ from it by as many tokens as there are layers below it. Only layers that are cut count,
+not sliding-window ones.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class PyramidKVConfig(SnapKVConfig):
 
 
 class PyramidKV(SnapKV):
-    """Keeps of a prompt what its end looks at, more in lower layers."""
+    """Keeps the prompt tokens that its end attends to, more in lower layers."""
 
     Config = PyramidKVConfig
     config: PyramidKVConfig
@@ -47,7 +47,7 @@ class PyramidKV(SnapKV):
 
     @override
     def layer_budget(self, layer: int, prompt: int) -> int:
-        """A linear fall, rounded down."""
+        """Return the layer's point on a linear fall, rounded down."""
         budget, window = self.config.budget, self.config.window
         last, step = len(self.steps) - 1, self.steps[layer]
         if prompt <= budget or last == 0:

@@ -1,17 +1,17 @@
 """Q-LLM: InfLLM that has read the question first, and keeps it (QuickLLaMA, arXiv 2406.07528, section 3).
 
-The prompt is read by windows, each attending to sinks, the question, retrieved blocks, local tokens and itself. Blocks
-are scored for the window and for the question: the inner product of a block's key with the window's mean query, and
+The prompt is read in windows, each attending to sinks, the question, retrieved blocks, local tokens and itself. Blocks
+are scored for the window and for the question: the inner product of a block's key with the window's mean query, plus
 `question_weight` times that with the question's probe, in prefill as in decode. The probe is the mean query of those
-tokens of the question that the others attend to most.
+tokens of the question that its other tokens attend to most.
 
-Where the prompt is a document and a question, the question is read alone before the document, behind the prompt's
-first token. What was read of it then takes the place of as many retrieved blocks, half of them at most. The paper puts
-the question in front of the document instead, within the sinks; `--question-first` does that, and `keep_question` can
-be left out then. A question longer than a window counts by its last tokens.
+Where the prompt is a document and a question, the question is read alone before the document, after the prompt's first
+token. Its KV then takes the place of as many retrieved blocks, half of them at most. The paper puts the question in
+front of the document instead, within the sinks; `--question-first` does that, and `keep_question` can be left out then.
+A question longer than a window counts by its last tokens.
 
-Windows, blocks, representatives, positions and exactness are InfLLM's; without a question all of it is. Defaults are
-for Llama 3 and about 2K tokens; for Mistral the paper weighs the question once.
+Windows, blocks, representatives, positions and exactness are those of InfLLM; without a question the methods are the
+same. Defaults are for Llama 3 and about 2K tokens; for Mistral the paper weighs the question once.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ class QLLMConfig(InfLLMConfig):
     @property
     @override
     def beside(self) -> int:
-        """Blocks that a question can take the place of."""
+        """Blocks whose place the question can take."""
         return min(-(-self.prefill_window // self.page_size), self.pages.selected // 2) if self.keep_question else 0
 
 
 class QLLM(InfLLM):
-    """Mean query of a window and of the question, inner products with block keys; the question stays."""
+    """Searches with the mean queries of window and question, by inner products with block keys; keeps the question."""
 
     Config = QLLMConfig
     title = "the question, and blocks that it and the window ask for, in prefill too"
@@ -75,12 +75,12 @@ class QLLM(InfLLM):
     @property
     @override
     def preview(self) -> Sequence[int]:
-        """The question, if there is one and it matters."""
+        """The question, if there is one and it is used."""
         return self.context.question if self.config.question_weight or self.config.keep_question else ()
 
     @override
     def take_preview(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> None:
-        """Make the question's probe of its representative tokens, and keep the question."""
+        """Make the question's probe from its representative tokens, and keep the question."""
         if layer not in self.retrieval:
             return
         cache = self.retrieval[layer]

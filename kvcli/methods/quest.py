@@ -1,11 +1,12 @@
 """Quest: query-aware page selection, everything on the device (arXiv 2406.10774, section 3).
 
 Each step scores every page by the upper bound of q.k that the page's per-channel minima and maxima allow, and attends
-to the best pages beside sink and window. Per query head as published, the selection is made group-consistent by
-pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 2505.13109, appendix A). With pooling none
-each query head attends to its own pages, the budget being that of a query head; a KV head is read for their union,
-which is what the counters count. The paper has neither sink nor window: here the first page and the last, which is
-seldom full, are always read. Its budgets of 32 and 64 tokens take `sink = 0`: a page of 16 is then the newest one.
+to the best pages in addition to sink and window. The published method selects per query head; here the selection is
+made group-consistent by pooling over the query heads of a KV head, as FreeKV's comparison does (arXiv 2505.13109,
+appendix A). With pooling none each query head attends to its own pages and has the whole budget; a KV head then reads
+their union, and the counters count this union. The paper has neither sink nor window: here the first page and the last,
+which is seldom full, are always read. Its budgets of 32 and 64 tokens take `sink = 0`: a page of 16 is then the newest
+one.
 """
 
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class PageBoundsConfig(PagedConfig):
-    """Pages that are chosen by bounds on their keys; defaults: section 4."""
+    """Settings of pages that are chosen by bounds on their keys; defaults: section 4."""
 
     page_size: PowerOfTwo = setting(16, "tokens in a page, a power of two", "tokens")
     sink: int = setting(16, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)

@@ -1,25 +1,25 @@
 """RaaS: a page is kept as long as queries come back to it (arXiv 2502.11147, section 3).
 
 In a chain of thought a token that matters ("milestone") is attended to for a while after it appeared, and then no more.
-So every page carries the last step at which its score passed a threshold, and when the budget is full, the page with
-the oldest stamp is evicted for good. The prompt's pages are protected: its tokens are looked back at after long pauses
+So every page carries the last step at which its score passed a threshold. When the budget is full, the page with the
+oldest stamp is evicted for good. The prompt's pages are protected, because its tokens are attended to after long pauses
 ("phoenix tokens"). Time and memory are O(budget) for any length of the output, if the prompt fits into the budget.
 
 A page's score is the softmax, over the pages held, of the bound of q.k that its keys allow (as in Quest); a new page
 counts as used. Decided where the paper is silent: pages are kept per KV head, by the largest score of its query heads
-(FreeKV's comparison does the same, arXiv 2505.13109, appendix A); sinks and the newest pages are never evicted; a
-prompt that leaves no room for them within the budget is kept nevertheless, and they beside it: a single page can then
-be evicted, and none is scored. The threshold is that of the paper's first version; its second, and the reference code,
-mark the better half of the pages instead. In that code pages have 16 tokens, too, and the newest is never evicted; it
-has no sinks and leaves no layer dense, as is done here with the first.
+(FreeKV's comparison does the same, arXiv 2505.13109, appendix A). Sinks and the newest pages are never evicted. A
+prompt that leaves no room for them within the budget is kept nevertheless, and they are kept in addition: a single page
+can then be evicted, and none is scored. The threshold is that of the paper's first version; its second, and the
+reference code, mark the better half of the pages instead. That code also has pages of 16 tokens and never evicts the
+newest; unlike here, it has no sinks and no dense first layer.
 
 Every page has a timestamp: the length of the sequence when it was last worth keeping. The slots are in this order, and
 the rows of a head that hold tokens are always a prefix of them:
 
-    [ prompt and sink pages, never evicted | kept pages, one set a KV head | window pages, the partly filled one last ]
+    [ prompt and sink pages, never evicted | kept pages, a set per KV head | window pages, the partly filled one last ]
 
-Until there are more pages than slots, slot j simply holds page j. Then each new page pushes the oldest window page out
-of the window, and each KV head evicts the page of the oldest timestamp, that one among them, of equals the older page.
+Until there are more pages than slots, slot j holds page j. Then each new page pushes the oldest window page out of the
+window, and each KV head evicts the page with the oldest timestamp, possibly that page itself; of equals the older page.
 """
 
 from typing import Any, Literal
@@ -43,10 +43,11 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class TimestampedPageCache(ResidentCache):
-    """Pages in slots on the device: k, v [Hk, slots * p, d], `bounds` of their keys [Hk, slots, 2, d].
+    """Pages in slots on the device: k, v [Hk, slots * p, d], and `bounds` of their keys [Hk, slots, 2, d].
 
     `stamps` and `pages` [Hk, slots] are their timestamps and page numbers. `prompt` is the length of the prompt, where
-    it is known; else there are slots for any. Where the prompt takes up the budget, the window has slots beyond it.
+    it is known; otherwise there are slots for any. Where the prompt takes up the budget, the window has slots beyond
+    it.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TimestampedPageCache(ResidentCache):
         super().__init__(num_kv_heads, head_dim, slots * budget.size, tiers)
         self.bounds = tiers.on_device(num_kv_heads, slots, 2, head_dim)
         self.stamps, self.pages = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
-        self.prompt_pages = 0  # full ones
+        self.prompt_pages = 0  # full pages of the prompt
 
     @property
     def evicted(self) -> int:
@@ -73,7 +74,7 @@ class TimestampedPageCache(ResidentCache):
 
     @property
     def contested(self) -> bool:
-        """Whether there are pages to choose from when one has to leave: else nobody asks for their stamps."""
+        """Whether there is a choice of pages to evict; otherwise stamps are not needed."""
         return self.num_slots - self.budget.window > self.protected
 
     @property
@@ -96,7 +97,7 @@ class TimestampedPageCache(ResidentCache):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token; where a new page finds no slot, each KV head evicts one."""
+        """Store the current token; if a new page finds no free slot, each KV head evicts one."""
         size = self.budget.size
         page, row = divmod(self.length, size)
         if row == 0 and page >= self.num_slots:
@@ -113,7 +114,7 @@ class TimestampedPageCache(ResidentCache):
         return 0
 
     def stamp(self, used: Tensor) -> None:
-        """Give the full pages that are marked in `used` [Hk, n] the newest timestamp."""
+        """Give the full pages marked in `used` [Hk, n] the newest timestamp."""
         self.stamps[:, : used.shape[1]].masked_fill_(used, self.length)
 
     @override
@@ -122,7 +123,7 @@ class TimestampedPageCache(ResidentCache):
         return decode_attention(q, self.k[:, :rows], self.v[:, :rows], softmax)
 
     def settled(self) -> list[Settled]:
-        """Full pages of the prompt are never evicted."""
+        """Return the prompt's full pages, which are never evicted."""
         size, full, held = self.budget.size, self.prompt_pages, self.budget.count(self._rows)
         return [Settled(self.kv, 2, full * size, held * size), Settled(self.bounds, 1, full, held)]
 
@@ -152,7 +153,7 @@ class TimestampedPageCache(ResidentCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count the full pages held, which are scored where stamps are asked for, and the comparison of these."""
+        """Estimate the traffic of a step: held tokens are attended to; full pages are scored if stamps are needed."""
         size = self.budget.size
         held = length - max(0, self.budget.count(length) - self.num_slots) * size
         return Traffic(
@@ -167,19 +168,19 @@ class TimestampedPageCache(ResidentCache):
         return self.length - self.evicted * self.budget.size
 
     def _split(self, prompt: int) -> tuple[int, int]:
-        """Count the protected slots after a prompt of so many tokens, and all slots."""
+        """Return the number of protected slots after a prompt of `prompt` tokens, and of all slots."""
         protected = max(self.budget.sink, self.budget.count(prompt))
         return protected, max(self.budget.total, protected + self.budget.window)
 
     def _evict(self) -> None:
-        """Free the last slot: the page that leaves the window replaces the one evicted, the window moves on."""
+        """Free the last slot: the page that leaves the window replaces the evicted one, and the window moves on."""
         leaving = self.num_slots - self.budget.window
         stale = slice(self.protected, leaving + 1)
         age = self.stamps[:, stale] * self.budget.count(self.length + 1) + self.pages[:, stale]
         victim = self.protected + age.argmin(1)  # [Hk]
         heads = torch.arange(len(victim), device=victim.device)
         for slots in (*(paged(rows, self.budget.size) for rows in self.kv), self.bounds, self.stamps, self.pages):
-            slots[heads, victim] = slots[:, leaving].clone()  # with one head it is the memory that is written to
+            slots[heads, victim] = slots[:, leaving].clone()  # with one head, source and target share memory
             slots[:, leaving : self.num_slots - 1] = slots[:, leaving + 1 : self.num_slots].clone()
 
 
@@ -194,13 +195,13 @@ class RaaSConfig(PagedConfig):
 
     @override
     def beside_budget(self, prompt: int, generated: int) -> int:
-        """What of a long prompt and the newest pages the budget does not hold."""
+        """Return the tokens of a long prompt and of the newest pages that exceed the budget."""
         pages = self.pages
         return max(0, (pages.count(prompt) + pages.window) * pages.size - self.budget)
 
 
 class RaaS(Method[RaaSConfig, TimestampedPageCache]):
-    """Attends to all pages held, and stamps those that were worth it."""
+    """Attends to all pages held, and stamps those that were used."""
 
     Config = RaaSConfig
     title = "the prompt, and generated pages that queries still come back to"
@@ -211,7 +212,7 @@ class RaaS(Method[RaaSConfig, TimestampedPageCache]):
     device_memory = "O(B + k)"
 
     def new_cache(self, layer: LayerGeometry) -> TimestampedPageCache:
-        """Keep a budget of pages, the prompt's among them, and stamps."""
+        """Make a cache of a budget of pages, including the prompt's, and their stamps."""
         context = self.context
         return TimestampedPageCache(
             layer.num_kv_heads,
@@ -229,5 +230,5 @@ class RaaS(Method[RaaSConfig, TimestampedPageCache]):
         return StepPlan(evict=StalestPage(pages.window, pages.size, config.threshold, config.pooling))
 
     def statistics(self) -> dict[str, Any]:
-        """Say how many pages were evicted, over all layers; a page of one KV head counts one."""
+        """Return how many pages were evicted, over all layers and KV heads."""
         return {"evicted_pages": sum(cache.evicted * cache.k.shape[0] for cache in self.retrieval.values())}

@@ -1,9 +1,9 @@
-"""Random: tokens by chance, anew at every step (the floor of a selection).
+"""Random: random tokens, drawn anew at every step (a lower bound for selection).
 
 A method that chooses no better than this has learned nothing from queries and keys. Sink and window are kept as in
-streaming, so that what is measured is the choice between them; with `sink = 0` and `window = 1` all is chance.
+streaming, so that the choice of the tokens between them is measured; with `sink = 0` and `window = 1` all is random.
 
-Decided: what is drawn depends on `seed`, the layer and the length alone, so that a run can be repeated and resumed. The
+Decided: the draw depends on `seed`, the layer and the length alone, so that a run can be repeated and resumed. The
 query heads of a KV head read the same tokens. In the counters one token of one KV head is a page of size 1.
 """
 
@@ -26,7 +26,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class RandomConfig(TokenConfig):
-    """Settings of the floor."""
+    """Settings of random selection."""
 
     sink: int = setting(4, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(64, "most recent tokens, always attended; the current one is in any case", "tokens", ge=0)
@@ -34,7 +34,7 @@ class RandomConfig(TokenConfig):
 
 
 class DrawnTokenCache(ChannelScoredCache):
-    """On the device: k, v [Hk, capacity, d] of every token of a `layer`, and nothing to choose by."""
+    """Keys and values k, v [Hk, capacity, d] of every token of a `layer`, on the device, without an index."""
 
     def __init__(self, layer: int, num_kv_heads: int, head_dim: int, capacity: int, budget: TokenBudget, tiers: Tiers):
         super().__init__(num_kv_heads, head_dim, capacity, budget, head_dim, tiers)
@@ -42,7 +42,7 @@ class DrawnTokenCache(ChannelScoredCache):
 
 
 class Random(Method[RandomConfig, DrawnTokenCache]):
-    """Selects by chance at every step."""
+    """Selects random tokens at every step."""
 
     Config = RandomConfig
     title = "tokens by chance: a floor to measure by"
@@ -53,20 +53,20 @@ class Random(Method[RandomConfig, DrawnTokenCache]):
     device_memory = "O(L)"
 
     def new_cache(self, layer: LayerGeometry) -> DrawnTokenCache:
-        """Keep everything on the device."""
+        """Make a cache that keeps everything on the device."""
         shape = layer.num_kv_heads, layer.head_dim, self.context.capacity
         return DrawnTokenCache(layer.index, *shape, self.config.tokens, self.context.tiers)
 
     @cached_property
     @override
     def plan(self) -> StepPlan:
-        """As a `step_plan`, but no CUDA graph carries it out: numbers are drawn on the host."""
+        """Like a `step_plan`, but no CUDA graph can run it: numbers are drawn on the host."""
         return StepPlan(Chance(self.config.seed))
 
 
 @dataclass(frozen=True)
 class Chance(Index):
-    """Scores that are drawn, evenly from 0 to 1."""
+    """Random scores, uniform in [0, 1)."""
 
     seed: int
 

@@ -1,17 +1,17 @@
-"""RazorAttention: heads that retrieve keep everything, the others what is near (arXiv 2407.15891, section 3).
+"""RazorAttention: retrieval heads keep everything, the others what is near (arXiv 2407.15891, section 3).
 
 Few heads look back over a whole text: they find a token's former occurrences (echo heads) or what followed them
 (induction heads). These retrieval heads keep all their KV. Every other head keeps sinks, a recent window and one
-compensation token, the mean key and value of all that it dropped, which weighs as many tokens as it stands for.
+compensation token, the mean key and value of everything that it dropped, which counts as many tokens as it stands for.
 
-Which heads those are does not depend on the text. They come from a file (`heads`, a tensor of that name, bool
-[layers, KV heads]); without one they are found on random tokens that repeat (`kvcli.runtime.retrieval_heads`), before
-the first prompt is read.
+The set of retrieval heads does not depend on the text. It comes from a file (`heads`, a tensor of that name, bool
+[layers, KV heads]); without one the heads are found on random tokens that repeat (`kvcli.runtime.retrieval_heads`),
+before the first prompt is read.
 
-Decided where the paper, written for one KV head a query head, says nothing or differs from its reference code: a KV
-head scores what its best query head scores, as in the code; a head that is good at both takes one place; the window's
-least length, which algorithm 1 leaves open, is 4,000 tokens. Generated tokens move the window on. Heads are ranked over
-all layers but sliding-window ones and those of `dense_layers`, none by default, as in the code.
+Decided where the paper, written for one KV head per query head, says nothing or differs from its reference code: the
+score of a KV head is that of its best query head, as in the code; a head that is good at both takes one place; the
+window's minimum length, which algorithm 1 leaves open, is 4,000 tokens. Generated tokens move the window on. Heads are
+ranked over all layers except sliding-window ones and those of `dense_layers`, none by default, as in the code.
 
 Rounding: `sparsity` of the ranked heads is rounded up to whole heads, so that at least one keeps everything: 3 of 16,
 10 of 64. `echo` of them is rounded to the nearest, which is none below 51 heads; these places go to induction heads.
@@ -62,7 +62,7 @@ class RazorConfig(MethodConfig):
 
 
 class Razor(Method[RazorConfig, HeadSplitCache]):
-    """Each head keeps what its kind needs."""
+    """Keeps everything in retrieval heads; sinks, window and a mean token in the others."""
 
     Config = RazorConfig
     title = "everything in retrieval heads; sinks, window and a mean token in others"
@@ -82,11 +82,11 @@ class Razor(Method[RazorConfig, HeadSplitCache]):
     @classmethod
     @override
     def needs(cls, config: RazorConfig) -> Sequence[str]:
-        """Without a file, how well every head retrieves."""
+        """Ask for retrieval scores of every head, unless a file names the heads."""
         return () if config.heads else ("head_scores",)
 
     def new_cache(self, layer: LayerGeometry) -> HeadSplitCache:
-        """Keep everything for some heads and sinks, window and mean for the others."""
+        """Make a cache that keeps everything for some heads; sinks, window and mean for the others."""
         config, context, keep, d = self.config, self.context, self.keep[layer.index], layer.head_dim
         prompt = context.capacity if context.prompt_tokens is None else context.prompt_tokens
         window = min(context.capacity, max(config.window, math.ceil(config.window_part * prompt)))
@@ -100,16 +100,16 @@ class Razor(Method[RazorConfig, HeadSplitCache]):
         )
 
     def statistics(self) -> dict[str, Any]:
-        """Say which KV heads keep everything, as pairs of layer and head."""
+        """Return the KV heads that keep everything, as pairs of layer and head."""
         return {
             "retrieval_heads": [[layer, int(head)] for layer in self.retrieval for head in self.keep[layer].nonzero()]
         }
 
 
 def _heads(config: RazorConfig, layers: Sequence[LayerGeometry], context: SequenceContext) -> dict[int, Tensor]:
-    """Tell for every layer which of its heads keep everything: [Hk] bool.
+    """Return for every layer which of its heads keep everything: [Hk] bool.
 
-    While memory is planned nothing is known of the model, and the first heads stand for as many others.
+    While memory is planned, scores are unknown, and the first heads stand for as many others.
     """
     split = [layer for layer in layers if layer.window is None and layer.index >= config.dense_layers]
     most = max((layer.num_kv_heads for layer in layers), default=0)
@@ -129,8 +129,8 @@ def _heads(config: RazorConfig, layers: Sequence[LayerGeometry], context: Sequen
 def choose_heads(induction: Tensor, echo: Tensor, part: float, echo_part: float) -> Tensor:
     """Mark `part` of all heads, rounded up: `echo_part`, rounded, by echo score, the others by induction score.
 
-    Scores [layers, heads] -> bool [layers, heads]; larger is better, and -inf stands where there is no such head. A
-    head that is good at both takes one place. Ties go to the lower layer and head.
+    Scores [layers, heads] -> bool [layers, heads]; larger is better, and -inf marks a head that does not exist. A head
+    that is good at both takes one place. Ties go to the lower layer and head.
     """
     num_heads = int((induction > -torch.inf).sum())
     wanted = math.ceil(round(part * num_heads, 6))  # 0.15 of 20 are 3 heads, whatever the product rounds to

@@ -1,18 +1,18 @@
 """ReFreeKV: pruning after prefill by a threshold that suits every input (arXiv 2502.16886, section 3).
 
-Once, when a layer's prompt is read: its tokens are ranked by position, the sinks first and then from the newest to the
-oldest; the shortest prefix stays that holds all but a part `threshold` of the norm of the last attention row
-(A' below): one cut a layer. How much that is depends on the prompt; there is no budget. Kept keys keep
-their positions, and generated tokens are never dropped.
+A layer is pruned once, when its prompt has been read. Its tokens are ranked by position: the sinks first, then from the
+newest to the oldest. The shortest prefix that holds all but a part `threshold` of the norm of the last attention row
+(A' below) is kept: one cut per layer. How much that is depends on the prompt; there is no budget. Kept keys keep their
+positions, and generated tokens are never dropped.
 
 Decided where paper and reference code differ: the sinks are kept unconditionally and stay out of the norm. With them
 inside, a heavy sink alone makes up the norm and nothing else is kept.
 
-Memory: it is planned for a prompt of which everything is kept, for what is dropped is not known before; the footprint
-after prefill is that of the tokens kept, and of room for those to come.
+Memory is planned for a prompt that is kept whole, because the cut is not known before; the footprint after prefill is
+that of the tokens kept, with room for those to come.
 
-A' is the mean of the last rows of a head, for each token over those that see it, and the norm ||A'|| the mean over the
-heads.
+A' is the mean of the last rows of a head, for each token over the rows that see it; the norm ||A'|| is the mean over
+the heads.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from kvcli.models.geometry import LayerGeometry
 from kvcli.sizes import slices
 from kvcli.telemetry.counters import Count
 
-ROWS_AT_ONCE = 64  # whose weights over all tokens are held together
+ROWS_AT_ONCE = 64  # attention rows held at a time
 
 
 def mean_row(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
-    """A' [H, s]: mean weight of each token of k [Hk, s, d] over the last rows, q [H, r, d], that see it."""
+    """Return A' [H, s]: the mean weight of each token of k [Hk, s, d] over the last rows, q [H, r, d], that see it."""
     rows, length = q.shape[1], k.shape[1]
     total = torch.zeros(q.shape[0], length, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for part in slices(rows, ROWS_AT_ONCE):
@@ -53,8 +53,8 @@ def norm_cut(weights: Tensor, threshold: float) -> int:
 
         N_j = mean over heads of sqrt(sum of a_t^2 over the newest j tokens)      least j with 1 - N_j / N_s < T
 
-    `weights` a [H, s], s >= 1, oldest token first. All tokens where no j is enough, as with T = 0. All norms come from
-    one cumulative sum, in float64 for the sake of long rows.
+    `weights` a [H, s], s >= 1, oldest token first. Returns s where no smaller j is enough, as with T = 0. All norms
+    come from one cumulative sum, in float64 because rows can be long.
     """
     norms = weights.flip(-1).to(torch.float64).square_().cumsum(-1).sqrt_().mean(0)  # [s]
     short = norms[-1] - norms >= threshold * norms[-1]
@@ -82,7 +82,7 @@ class ReFreeKVConfig(HostKVConfig):
 
 
 class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
-    """Drops what the last row does not look at; the prompt decides how much."""
+    """Drops what the last row does not attend to; the prompt decides how much."""
 
     Config = ReFreeKVConfig
     title = "what one cut by a universal threshold kept, instead of a budget"
@@ -106,7 +106,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         self.kept: dict[int, int] = {}  # layer -> tokens of the prompt
 
     def new_cache(self, layer: LayerGeometry) -> PrunedCache:
-        """Have room for everything until the prompt is known."""
+        """Make a cache with room for everything until the prompt is known."""
         context, config = self.context, self.config
         heads, d, capacity = layer.num_kv_heads, layer.head_dim, context.capacity
         return PrunedCache(heads, d, capacity, capacity, config.tiers(context.tiers), offload=config.offload)
@@ -135,7 +135,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         self.count(layer, Count.BYTES_TO_HOST, cache.load_subset(k, v, kept))
 
     def retrieve(self, layer: int, cache: PrunedCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Bring the layer to the device if it is not there, and attend to all of it; to bytes where they lie."""
+        """Bring the layer to the device if necessary and attend to all of it; a CPU reads quantised bytes in place."""
         if cache.reads_in_place(q):
             moved = nbytes(cache.kv[:, : cache.held])
             self.count(layer, Count.BYTES_TO_DEVICE, moved)
@@ -155,9 +155,9 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
         return StepPlan()
 
     def statistics(self) -> dict[str, Any]:
-        """Say the realised budget, the mean over layers of kept / prompt, and the tokens each layer kept.
+        """Return the realised budget, the mean over layers of kept / prompt, and the tokens that each layer kept.
 
-        Layers kept whole count as 1; sliding-window layers, which nothing is pruned from, do not count.
+        Layers kept whole count as 1; sliding-window layers, from which nothing is pruned, do not count.
         """
         if not self.kept:
             return {}

@@ -1,10 +1,10 @@
-"""SnapKV: the prompt is cut once, by what its last queries look at (arXiv 2404.14469, section 4).
+"""SnapKV: the prompt is cut once, by what its last queries attend to (arXiv 2404.14469, section 4).
 
 The last `window` tokens of a prompt, often its question, stay, and their attention votes for the tokens before them;
-the maximum over `kernel` neighbours keeps a chosen token's surroundings with it. The rest is dropped before the first
-token is generated. Generated tokens are kept, all of them: the budget is that of the prompt.
+the maximum over `kernel` neighbours keeps the surroundings of a chosen token. The rest is dropped before the first
+token is generated. All generated tokens are kept: the budget is that of the prompt.
 
-Decided where the paper, written for one KV head a query head, says nothing: the tokens of a KV head are chosen by the
+Decided where the paper, written for one KV head per query head, says nothing: the tokens of a KV head are chosen by the
 mean over its query heads of their pooled votes.
 """
 
@@ -48,7 +48,7 @@ class SnapKVConfig(PromptCutConfig):
 
 
 class SnapKV(PromptCut[SnapKVConfig]):
-    """Keeps of a prompt what its end looks at."""
+    """Keeps the prompt tokens that its end attends to."""
 
     Config = SnapKVConfig
     title = "what one cut by the votes of the prompt's last queries kept"

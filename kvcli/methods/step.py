@@ -1,19 +1,19 @@
-"""What the retrieval layers of a method do at a step, stated once, for any method.
+"""The plan of a step: what the retrieval layers of any method do, stated once.
 
-`Phases` carries it out for one sequence, phase after phase, on its caches: that defines what a step attends to.
-`kvcli.runtime.gpu` carries it out for a batch, over slots, without asking the host. So the parts of a plan have two
-sides: what they do with a cache, and `over_slots`, which makes what does the same for a layer of a batch.
+`Phases` carries a plan out for one sequence, phase after phase, on its caches: this defines what a step attends to.
+`kvcli.runtime.gpu` carries it out for a batch, over slots, without asking the host. So every part of a plan has two
+sides: a function on a cache, and `over_slots`, which makes the equivalent for a layer of a batch.
 
-    StepPlan        what a step does: index, choice, when, what is fetched, feedback, correction
-    BatchSlots      a layer's caches of a batch, side by side in tensors whose shapes never change
-    Best, NearBest  which pages, tokens or chunks are attended to, by their scores
+    StepPlan        index, choice, timing, fetch, correction and eviction of a step
+    BatchSlots      a layer's caches of a batch, stacked in tensors of fixed shapes
+    Best, NearBest  rules that choose pages, tokens or chunks by their scores
     PageBounds      the index of pages by bounds on their keys
     KeyChannels     tokens scored by some channels of their keys
-    LowestScore, StalestPage    where the newest token goes, and what attention gives back for the choice
+    LowestScore, StalestPage    evictions: the slot of the newest token, and the feedback from attention
 
-Every part does its work by kernels, or by operations of torch that neither wait for the device nor copy anything to it,
-so that a step may be captured in a CUDA graph. On a CPU the kernels' references do it. What one method alone does at a
-step lies with it (Twilight, ShadowKV, FIER, InfiniGen).
+Every part uses kernels, or torch operations that neither wait for the device nor copy anything to it, so that a step
+can be captured in a CUDA graph. On a CPU the kernels' references are used. Parts that only one method needs lie with
+that method (Twilight, ShadowKV, FIER, InfiniGen).
 
 Shapes: b sequences, H query heads, Hk KV heads, d head dimension, n pages, tokens or chunks that can be scored.
 """
@@ -55,63 +55,66 @@ RecallBy = Literal["gather", "copy"]
 
 
 class Index(ABC):
-    """What is chosen by: how the pages, tokens or chunks of a layer are scored."""
+    """Scores the pages, tokens or chunks of a layer, from which a rule chooses."""
 
     @abstractmethod
     def scores(self, cache: Any, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
-        """Score candidates of a cache with q [H, d]: [Hk, n]; of each query head [H, n], of all together [1, n]."""
+        """Score the candidates of a cache with q [H, d].
+
+        Returns [Hk, n]; [H, n] where query heads score on their own; [1, n] where all heads share one score.
+        """
 
     @abstractmethod
     def over_slots(self, slots: BatchSlots) -> StepIndex:
-        """Make the index of a layer of a batch."""
+        """Make the index for a layer of a batch."""
 
 
 class Rule(ABC):
-    """How scores choose."""
+    """Chooses by scores."""
 
     @abstractmethod
     def pick(self, step: LayerStep, q: Tensor) -> Picked:
-        """Choose for a layer of one sequence with q [H, d]; what it counts goes to `Method.take_tally`."""
+        """Choose for a layer of one sequence with q [H, d]; counts go to `Method.take_tally`."""
 
     def over_slots(self, slots: BatchSlots) -> Choice:
-        """Make the choice of a layer of a batch; not there for rules whose settings do not stay in place."""
+        """Make the rule for a layer of a batch; missing where the settings do not stay in place."""
         raise NotImplementedError(f"{type(self).__name__} chooses phase after phase")
 
 
 class Coordinates(ABC):
-    """Which coordinates a layer keeps its keys in; a cache turns the keys that it takes."""
+    """The coordinate system that a layer keeps its keys in; its cache transforms the keys that it stores."""
 
     @abstractmethod
     def turned(self, cache: Any, q: Tensor) -> Tensor:
-        """Turn the queries [H, d] of one sequence."""
+        """Transform the queries [H, d] of one sequence."""
 
     @abstractmethod
     def over_slots(self, slots: BatchSlots) -> Callable[[Tensor], Tensor]:
-        """Make what turns queries and new keys of a batch, [b, H or Hk, d]."""
+        """Make the function that transforms queries and new keys of a batch, [b, H or Hk, d]."""
 
 
 class Evict(ABC):
-    """What leaves a layer that holds a bounded number of tokens; a cache makes room as it takes a token."""
+    """Decides what leaves a layer of bounded size; its cache makes room as it stores a token."""
 
     @abstractmethod
     def look_back(self, cache: Any, q: Tensor, softmax: Softmax) -> None:
-        """Learn from what q [H, d] of one sequence looks at; the newest token is there."""
+        """Update the eviction state from the attention of q [H, d] of one sequence; its newest token is stored."""
 
     @abstractmethod
     def over_slots(self, slots: BatchSlots) -> Eviction:
-        """Make what does both for a layer of a batch."""
+        """Make the eviction for a layer of a batch: making room, and the feedback."""
 
 
 class Resident(NamedTuple):
-    """Everything is on the device: attention reads the chosen rows where they lie."""
+    """Everything is on the device: attention reads the chosen rows in place."""
 
 
 class FromHost(NamedTuple):
-    """Chosen pages lie in host memory; those that are missing are brought into their slots.
+    """Chosen pages lie in host memory; missing ones are brought into slots on the device.
 
-    Over slots by a kernel that reads pinned memory (gather), or copied one after another through one or two staging
-    buffers. Where only values lie there, `rebuild` makes the keys that go with them. Pages that fill are written there
-    (`writes`), at the latest when they leave the window.
+    Over slots this is done by a kernel that reads pinned memory (gather), or by one copy per page through one or two
+    staging buffers. Where only values lie in host memory, `rebuild` makes the matching keys. With `writes`, pages that
+    fill up are written to host memory, at the latest when they leave the window.
     """
 
     recall: RecallBy = "gather"
@@ -121,11 +124,11 @@ class FromHost(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Layers lie in host memory and come to the device whole, in turns, each while the one before it works."""
+    """Layers lie in host memory and come to the device whole, in turn, each while the one before it is computed."""
 
     @staticmethod
     def buffers(layers: int) -> int:
-        """How many buffers so many layers take turns with: two, and a third for a last one in the first's turn."""
+        """Return how many buffers `layers` layers need: two, or three if the last would need the first one's buffer."""
         return 1 if layers == 1 else 2 + layers % 2
 
 
@@ -134,9 +137,10 @@ RESIDENT = Resident()
 
 
 class Correction(NamedTuple):
-    """Which KV heads do not reuse what the step before chose: those whose query cosine with it is below a threshold.
+    """KV heads whose query cosine with the last step is below a threshold; they do not reuse the last step's choice.
 
-    `below` has one a layer; above 1 all heads are corrected, below -1 none. Cosines are pooled over the query heads.
+    `below` has one threshold per layer: above 1 all heads are corrected, below -1 none. Cosines are pooled over the
+    query heads.
     """
 
     below: tuple[float, ...]
@@ -145,18 +149,18 @@ class Correction(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step of the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
+    """A step in the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
 
-    `when` is a choice made: before attention; or after it, for the next step, but for heads that `correction` names; or
-    a layer ahead, by the query that the layer before predicts. `varies` says that scores decide how many are chosen.
-    `prepare` is made for every layer of a batch and called before all else, to turn what is held to other positions;
-    `turn` gives queries and new keys the coordinates that the layer keeps its keys in; `rounds` new keys and values
-    [b, Hk, d] to what it keeps of them, also where nothing has to be chosen; `evict` makes room before attention and
-    looks back after it.
+    `when` is the time of the choice: before attention; or after it, for the next step, except for heads that
+    `correction` names; or a layer ahead, by the query that the layer before predicts. With `varies` the scores decide
+    how many are chosen. `prepare` is made for every layer of a batch and called before all else, to move held keys to
+    other positions. `turn` transforms queries and new keys to the coordinates in which the layer keeps keys. `rounds`
+    rounds new keys and values [b, Hk, d] as the layer stores them, also where nothing has to be chosen. `evict` makes
+    room before attention and looks back after it.
     """
 
     index: Index | None = None
-    choose: Rule | None = None  # the best scores
+    choose: Rule | None = None  # None: the best scores
     when: Literal["before", "after", "ahead"] = "before"
     varies: bool = False
     fetch: Fetch = RESIDENT
@@ -168,16 +172,16 @@ class StepPlan:
 
     @property
     def rotates(self) -> bool:
-        """Whether it rotates keys or queries apart from the model, by tables of all positions in fp32."""
+        """Whether the step rotates keys or queries on its own, by fp32 tables of all positions."""
         rebuilds = isinstance(self.fetch, FromHost) and self.fetch.rebuild is not None
         return rebuilds or self.when == "ahead" or self.prepare is not None
 
 
 class Picked(NamedTuple):
-    """What a layer of one sequence attends to beside sink and window: `pages` [Hk, k], or [H, k] of each query head.
+    """The choice of a layer of one sequence, in addition to sink and window: `pages` [Hk, k], or [H, k] by query head.
 
-    Where not all of their tokens are read, `tokens` [Hk, n] lists them and those of sink and window, and `kept` [Hk, n]
-    bool marks the ones that are.
+    Where not all of their tokens are read, `tokens` [Hk, n] lists them with those of sink and window, and `kept` [Hk,
+    n] bool marks the ones to read.
     """
 
     pages: Tensor
@@ -186,7 +190,7 @@ class Picked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What attention read: of KV heads `corrected` [Hk] their own selection of this step, else that of the last."""
+    """What attention read: KV heads in `corrected` [Hk] this step's selection, the others the last step's."""
 
     corrected: Tensor
     selected: Tensor  # [Hk, k] pages
@@ -194,18 +198,18 @@ class Read(NamedTuple):
 
     @property
     def pages(self) -> Tensor:
-        """The pages of each KV head, [Hk, k]."""
+        """The pages that each KV head read, [Hk, k]."""
         return self.selected.where(self.corrected[:, None], self.before)
 
 
 class Remembered:
-    """What a layer of one sequence keeps from step to step: state of a method."""
+    """State of a method that a layer of one sequence keeps from step to step."""
 
     def __init__(self) -> None:
-        self.query: Tensor | None = None  # [H, d], the one that chose last, where a choice may outlive its step
-        self.picked: Picked | None = None  # what it chose
-        self.read: Read | None = None  # by the last attention, where not all heads read what was chosen last
-        self.ahead: Picked | None = None  # lies ready for the next attention
+        self.query: Tensor | None = None  # [H, d], the last query that chose, where a choice may outlive its step
+        self.picked: Picked | None = None  # its choice
+        self.read: Read | None = None  # what the last attention read, where some heads may reuse an older choice
+        self.ahead: Picked | None = None  # fetched already, for the next attention
 
 
 class LayerStep(Protocol):
@@ -216,16 +220,16 @@ class LayerStep(Protocol):
     softmax: Softmax
     kept: Remembered
     predicted: bool
-    """Whether the query is that of a layer which has yet to take the newest token."""
+    """Whether the query is a prediction for a layer that has not stored the newest token yet."""
 
     def scores(self, q: Tensor) -> Tensor:
         """Score the candidates with q [H, d], see `Index.scores`."""
 
     def best(self, scores: Tensor, count: int) -> Tensor:
-        """The `count` candidates with the best scores [Hk, n] -> [Hk, count], in no particular order."""
+        """Return the `count` candidates with the best scores [Hk, n] -> [Hk, count], in no particular order."""
 
     def tally(self, **numbers: int) -> None:
-        """Add to what the method counts, see `Method.take_tally`."""
+        """Add to the method's counts, see `Method.take_tally`."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Time a phase, see `Method.span`."""
@@ -233,11 +237,11 @@ class LayerStep(Protocol):
 
 @dataclass(frozen=True)
 class BatchSlots:
-    """A layer of b sequences: its rows, its other `tensors` [b, ...] by the names that the caches give them, and more.
+    """A layer of b sequences: its rows, and its other `tensors` [b, ...] by the names that the caches give them.
 
-    `seen` [b] int32 are the tokens of each sequence, of which the rows may hold less. `host` are the pages of layers
-    that have any in host memory, `into` is the layout of the slots that they come into. Each sequence chooses once it
-    has `active_from` tokens; `rotary` is the layer's rotation in it.
+    `seen` [b] int32 counts the tokens of each sequence; the rows may hold fewer. `host` holds the pages in host memory,
+    if there are any, and `into` is the layout of the slots that they are brought into. Each sequence starts to choose
+    at `active_from` tokens. `rotary` is the layer's rotation, per sequence.
     """
 
     rows: PagedKV
@@ -255,7 +259,7 @@ class BatchSlots:
 
     @property
     def slots(self) -> PagedKV:
-        """The rows that pages come into from the host."""
+        """The rows that pages from the host are brought into."""
         if self.into == self.rows.layout:
             return self.rows
         rows, end = self.rows, self.into.total * self.into.size
@@ -263,7 +267,7 @@ class BatchSlots:
 
     @property
     def by_position(self) -> PagedKV:
-        """The rows, where they lie in place as slots of which every page has its own."""
+        """The rows as slots that each belong to one page, where tokens lie in place."""
         rows, size = self.rows, self.rows.layout.size
         if not rows.in_place:
             return rows
@@ -278,10 +282,10 @@ class BatchSlots:
         held: Tensor | None = None,
         rotary: Sequence[Rotary | None] = (),
     ) -> BatchSlots:
-        """Take over the layer's cache of every sequence, which from then on is a view of this; `parts` are its slots.
+        """Take over the layer's cache of every sequence, which then becomes a view of this; `parts` are its slots.
 
-        `seen` and, where it is less, `held` [b] int32 are what kernels will read; their values do not matter yet. A
-        single sequence is not copied; of several, each cache is copied to its place and then freed.
+        Kernels will read `seen` and, where fewer tokens are held, `held` [b] int32; their values do not matter yet. A
+        single sequence is not copied. Of several sequences, each cache is copied to its place and then freed.
         """
         kv = _side_by_side([part.kv for part in parts])  # [b, t, Hk, rows, d]
         tensors = {name: _side_by_side([part.tensors[name] for part in parts]) for name in parts[0].tensors}
@@ -299,7 +303,7 @@ class BatchSlots:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Stack tensors whose sizes may differ; what is beyond the end of one is not initialised."""
+    """Stack tensors whose sizes may differ; the space beyond the end of a smaller one is not initialised."""
     if len(parts) == 1:
         return parts[0][None]
     shapes = [part.shape for part in parts]
@@ -310,7 +314,7 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _corner(part: Tensor) -> tuple[slice, ...]:
-    """Where a tensor lies in a larger one."""
+    """Return the slices at which a tensor lies in a larger one."""
     return tuple(slice(size) for size in part.shape)
 
 
@@ -324,43 +328,43 @@ def _host_pages(parts: Sequence[LayerSlots], kv: Tensor) -> HostPages | None:
 
 
 class StepIndex(ABC):
-    """What the pages of a layer of a batch are chosen by."""
+    """The index of a layer of a batch: scores its pages, tokens or chunks and chooses the best."""
 
     needs_newest: bool
-    """Whether the newest token is appended, and `update` called, before scoring; else after attention."""
+    """Whether the newest token is appended, and `update` called, before scoring; otherwise both follow attention."""
 
     slots: BatchSlots
 
     @property
     def scored(self) -> tuple[Tensor, SlotLayout]:
-        """Give the lengths [b] and the layout that say what can be chosen."""
+        """The lengths [b] and the layout that define the candidates."""
         return self.slots.rows.lengths, self.slots.rows.layout
 
     @abstractmethod
     def best(
         self, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection, wanted: Tensor | None = None
     ) -> None:
-        """Choose what scores best with queries q [b, H, d], for the KV heads `heads` [b, Hk] bool.
+        """Choose the best by queries q [b, H, d] into `selection`, for the KV heads marked in `heads` [b, Hk] bool.
 
-        `wanted` [b] int32 where it is less than there are places for.
+        `wanted` [b] int32 limits how many are chosen, where fewer than there are places.
         """
 
     @abstractmethod
     def update(self, new: NewToken, host: HostPages | None) -> None:
-        """Take in the newest tokens, which are appended, or what they have completed, and write that to `host`.
+        """Index the newest, already appended tokens, or the pages that they complete, and write these to `host`.
 
-        Where the newest are not needed before scoring, `new` is the caller's again by then.
+        Where `needs_newest` is False the caller may already reuse `new`.
         """
 
 
 class ScoredIndex(StepIndex):
-    """An index whose scores are written down before any is chosen."""
+    """An index that writes its scores down before it chooses."""
 
     @abstractmethod
     def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
-        """Score with queries q [b, H, d]: [b, Hk, n] fp32, of which only those of candidates are looked at.
+        """Score with queries q [b, H, d]; return [b, Hk, n] fp32, of which only the candidates' scores are used.
 
-        heads [b, Hk] bool: only these KV heads need to be scored.
+        Only the KV heads marked in `heads` [b, Hk] bool need to be scored.
         """
 
     @override
@@ -372,45 +376,46 @@ class ScoredIndex(StepIndex):
 
 
 class Chosen(NamedTuple):
-    """What a step attends to beside sink and window: pages [b, Hk, selected] int32, -1 behind them.
+    """The choice of a batch, in addition to sink and window: pages [b, Hk, selected] int32, padded with -1.
 
-    Where tokens of them, and of sink and window, are left out, `kept` [b, Hk, slots * size] bool marks the others.
+    Where some tokens of these pages, sink or window are left out, `kept` [b, Hk, slots * size] bool marks the others.
     """
 
     pages: Tensor
     kept: Tensor | None = None
     asked: Tensor | None = None
-    """[b] int32, how many a KV head chose, where scores decide it (`StepPlan.varies`)."""
+    """[b] int32: how many each KV head chose, where the scores decide (`StepPlan.varies`)."""
 
 
 class Choice(Protocol):
-    """A rule by which scores choose, made for every layer of a batch; it may keep state and count in `tally`."""
+    """A rule made for a layer of a batch; it may keep state, and count in `tally`."""
 
     tally: Mapping[str, Tensor] = MappingProxyType({})
-    """Numbers [b] by name, given to `Method.take_tally` at the end."""
+    """Named numbers [b], passed to `Method.take_tally` at the end."""
 
     def __call__(self, index: StepIndex, q: Tensor, softmax: Softmax, heads: Tensor, selection: Selection) -> Chosen:
-        """Choose for the KV heads `heads` [b, Hk] with queries q [b, H, d]; `selection` is there to be written."""
+        """Choose for the KV heads marked in `heads` [b, Hk] with queries q [b, H, d]; `selection` is written."""
 
 
 class Eviction(Protocol):
-    """What a layer of a batch does before and after attention in order to hold a bounded number of tokens."""
+    """Keeps a layer of a batch bounded: makes room before attention, looks back after it."""
 
     rows: PagedKV
-    """The rows that are attended to, with the tokens held as lengths."""
+    """The rows that are attended to; their lengths are the tokens held."""
 
     def make_room(self) -> Tensor | None:
-        """Make room for the newest token; its rows [b, Hk] int32 where they are not the next ones."""
+        """Make room for the newest token; return its rows [b, Hk] int32, or None where it takes the next row."""
 
     def look_back(self, q: Tensor, softmax: Softmax) -> None:
-        """Learn from what queries [b, H, d] look at; the newest token is among the rows."""
+        """Update the eviction state from the attention of queries [b, H, d]; the newest token is among the rows."""
 
 
 @dataclass(frozen=True)
 class Best(Rule):
-    """What scores best, as much as there are places for.
+    """The best scores, as many as there are places.
 
-    With a `part`: the best for that part of all places; then what is on the device, then others, by score (ArkVale).
+    With a `part`: that part of the places goes to the best of all; the rest first to what is on the device, then to
+    others, by score (ArkVale).
     """
 
     part: float | None = None
@@ -424,19 +429,19 @@ class Best(Rule):
         return Picked(step.best(scores, places))
 
     def _standing(self, scores: Tensor, held: Tensor, places: int) -> Tensor:
-        """Put what is best or `held` before all else, each by its scores [Hk, n]: int64 [Hk, n], more is better.
+        """Rank the best and the `held` candidates before all others, each by scores [Hk, n]; return int64 [Hk, n].
 
-        held [Hk, places]: candidates on the device, below 0 for none. The bits of positive numbers, as whole numbers,
-        are in their order; those of negative ones are once all but the sign are turned over.
+        More is better. held [Hk, places] lists candidates on the device, below 0 for none. The bits of positive floats,
+        read as integers, are in the same order; those of negative floats are once all bits but the sign are flipped.
         """
-        ahead = scores.new_zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool)  # column 0 is of no page
+        ahead = scores.new_zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool)  # column 0: no page
         ahead = ahead.scatter_(1, held.clamp_min(-1) + 1, True)[:, 1:]
         ahead.scatter_(1, topk_pages(scores, self.first(places)), True)
         bits = (scores.float() + 0.0).view(torch.int32)  # zeros of either sign are equal
         return (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() + (ahead.long() << 33)
 
     def first(self, places: int) -> int:
-        """How many are the best wherever they lie; 0: all."""
+        """Return how many are chosen by score alone, wherever they lie; 0: all."""
         return 0 if self.part is None else max(1, round(self.part * places))
 
     @override
@@ -445,7 +450,7 @@ class Best(Rule):
 
 
 class BestOverSlots(Choice):
-    """The best scores of a batch; see `Selection.first`."""
+    """`Best` for a batch; see `Selection.first`."""
 
     def __init__(self, first: int):
         self.first = first
@@ -458,7 +463,7 @@ class BestOverSlots(Choice):
 
 @dataclass(frozen=True)
 class NearBest(Rule):
-    """Tokens that score within `alpha` of the best, as many for a KV head as the heads want on average (InfiniGen)."""
+    """Tokens that score within `alpha` of the best; each KV head gets the mean count over heads (InfiniGen)."""
 
     alpha: float
 
@@ -477,7 +482,7 @@ class NearBest(Rule):
 
 
 class NearBestOverSlots(Choice):
-    """The same of a batch."""
+    """`NearBest` for a batch."""
 
     def __init__(self, slots: BatchSlots, alpha: float):
         self.slots, self.alpha = slots, alpha
@@ -497,10 +502,10 @@ class NearBestOverSlots(Choice):
 
 @dataclass(frozen=True)
 class PageBounds(Index):
-    """The most that q.k can be in a page by its summary, pooled over the query heads of a KV head.
+    """Pages scored by an upper bound of q.k from their summary, pooled over the query heads of a KV head.
 
-    The summary is the least and the greatest value of each channel, or a `cuboid` about the keys: a cache says which,
-    and where pages are indexed over slots this says the same. Without `score_scale` scores are not scaled.
+    The summary is the minimum and maximum of each channel, or with `cuboid` a cuboid around the keys. The cache decides
+    which; over slots this setting must agree. Without `score_scale` scores are not scaled.
     """
 
     pooling: HeadPooling
@@ -512,7 +517,7 @@ class PageBounds(Index):
         return page_scores(q, cache.summaries.of(candidates), self.scale(softmax), self.pooling)
 
     def scale(self, softmax: Softmax) -> float:
-        """What q.k is multiplied by."""
+        """Return the factor of q.k."""
         return softmax.scale if self.score_scale else 1.0
 
     @override
@@ -521,9 +526,9 @@ class PageBounds(Index):
 
 
 class PageBoundsOverSlots(StepIndex):
-    """`bounds` [b, Hk, n, 2, d] of every full page, or the cuboid about its keys.
+    """`PageBounds` for a batch: `bounds` [b, Hk, n, 2, d] of every full page, or the cuboid around its keys.
 
-    A page is in the window until another one is full: it need not have its bounds before attention.
+    A page stays in the window until another is full, so its bounds are not needed before attention.
     """
 
     needs_newest = False
@@ -548,7 +553,7 @@ class PageBoundsOverSlots(StepIndex):
 
 @dataclass(frozen=True)
 class KeyChannels(Index):
-    """Scores by the first `channels` of the keys (None: all), over the group or, `together`, over all query heads."""
+    """Scores by the first `channels` of the keys (None: all), pooled over the group or, if `together`, all heads."""
 
     channels: int | None
     pooling: HeadPooling
@@ -567,7 +572,7 @@ class KeyChannels(Index):
 
 
 class KeyChannelsOverSlots(ScoredIndex):
-    """The same of a batch."""
+    """`KeyChannels` for a batch."""
 
     needs_newest = False
 
@@ -584,20 +589,16 @@ class KeyChannelsOverSlots(ScoredIndex):
 
     @override
     def update(self, new: NewToken, host: HostPages | None) -> None:
-        """Do nothing: attention puts the key where it is scored."""
+        """Do nothing: the keys that attention stores are those that are scored."""
 
 
 Heads = Literal["group", "layer"]
-"""The query heads whose attention is averaged: those of a KV head, or all of the layer."""
+"""The query heads whose attention is averaged: those of a KV head, or those of the layer."""
 
 
 @dataclass(frozen=True)
 class LowestScore(Evict):
-    """The token of the lowest score leaves, of equals the newest; not the `recent` newest (see `EvictingCache`).
-
-    Scores are the attention of each token, by KV head (`heads` of its group) or the same for the whole layer; of all
-    steps so far (`summed`) or of the last.
-    """
+    """Evicts the token with the lowest score, the newest in a tie; not the `recent` newest (see `EvictingCache`)."""
 
     recent: int
     heads: Heads
@@ -619,14 +620,14 @@ class LowestScore(Evict):
 
 
 def mean_attention(weights: Tensor, num_kv_heads: int, heads: Heads) -> Tensor:
-    """Average what query heads give the tokens, [H, n], for each KV head: [Hk, n]."""
+    """Average the attention weights of query heads, [H, n], for each KV head; return [Hk, n]."""
     if heads == "layer":
         return weights.mean(0).expand(num_kv_heads, -1)
     return weights.view(num_kv_heads, -1, weights.shape[-1]).mean(1)
 
 
 class LowestScoreOverSlots(Eviction):
-    """The same of a batch."""
+    """`LowestScore` for a batch."""
 
     def __init__(self, slots: BatchSlots, recent: int, heads: Heads, summed: bool):
         self.rows, self.seen = slots.rows, slots.seen
@@ -643,9 +644,9 @@ class LowestScoreOverSlots(Eviction):
 
     @override
     def look_back(self, q: Tensor, softmax: Softmax) -> None:
-        # A row that holds no token gets -inf, and keeps its score; a sequence that takes no part keeps all of them. The
-        # score of a token that comes there begins at zero.
-        rows, layout = self.rows, SlotLayout(1, 0, 0, 0)  # all rows that hold one
+        # A row without a token receives -inf and so keeps its score, as do all rows of a sequence that takes no part.
+        # The score of a new token starts at zero.
+        rows, layout = self.rows, SlotLayout(1, 0, 0, 0)  # all rows that hold a token
         token_scores_device(q, rows.k, rows.lengths, layout, softmax, "mean_s", self.received)
         if self.summed:
             self.scores.add_(self.received.clamp_min_(0))
@@ -655,9 +656,9 @@ class LowestScoreOverSlots(Eviction):
 
 @dataclass(frozen=True)
 class StalestPage(Evict):
-    """The page of the oldest timestamp leaves when a new one needs its slot (see `TimestampedPageCache`).
+    """Evicts the page with the oldest timestamp when a new page needs its slot (see `TimestampedPageCache`).
 
-    A page of `size` tokens is stamped where its score is larger than a `threshold`; the newest `window` never leave.
+    A page of `size` tokens is stamped when its score exceeds `threshold`. The newest `window` pages never leave.
     """
 
     window: int
@@ -676,7 +677,7 @@ class StalestPage(Evict):
 
 
 class StalestPageOverSlots(Eviction):
-    """The same of a batch."""
+    """`StalestPage` for a batch."""
 
     def __init__(self, slots: BatchSlots, of: StalestPage):
         self.size, self.window, self.threshold, self.pooling = of.size, of.window, of.threshold, of.pooling
@@ -706,7 +707,7 @@ class StalestPageOverSlots(Eviction):
 
 
 class Phases(LayerStep):
-    """A step of one layer of one sequence, carried out."""
+    """Carries out a step of one layer of one sequence."""
 
     def __init__(self, method: AnyMethod, layer: int, softmax: Softmax):
         self.method, self.layer, self.softmax = method, layer, softmax
@@ -717,11 +718,11 @@ class Phases(LayerStep):
         self.predicted = False
 
     def attend(self, q: Tensor) -> Tensor:
-        """Attend with q, the newest token appended."""
+        """Attend with q [H, d]; the newest token is already appended."""
         plan, cache = self.plan, self.cache
         if plan.turn is not None:
             q = plan.turn.turned(cache, q)
-        if plan.index is None or not cache.active:  # nothing is left out, or nothing is there to be left out
+        if plan.index is None or not cache.active:  # everything is attended to
             with self.span("attention"):
                 out: Tensor = cache.attend(q, self.softmax)
             if plan.evict is not None:
@@ -735,7 +736,7 @@ class Phases(LayerStep):
             return self._attend_to(picked, q)
 
     def choose_ahead(self, q: Tensor) -> None:
-        """Choose and fetch for the next attention, with a query that is predicted; the newest token is yet to come."""
+        """Choose and fetch for the next attention with a predicted query, before the newest token arrives."""
         length = self.cache.length + 1
         if length > self.cache.budget.total:
             self.candidates, self.predicted = self.cache.budget.candidates(length), True
@@ -772,13 +773,13 @@ class Phases(LayerStep):
             self._fetch(selected, heads=corrected)
         with self.span("attention"):
             out: Tensor = self.cache.attend(q, self.softmax)
-        if not corrected.all():  # for the other heads: a corrected one misses nothing any more
+        if not corrected.all():  # corrected heads have all of theirs by now
             self._fetch(selected, later=True, hidden=True)
         kept.query = q.clone()
         return out
 
     def _corrected(self, correction: Correction, q: Tensor) -> Tensor:
-        """Flag the KV heads that must not reuse: all of them at the first retrieval."""
+        """Flag the KV heads that must not reuse the last choice: [Hk] bool; all of them at the first retrieval."""
         heads = len(self.cache.resident)
         if self.kept.query is None:
             self.method.count(self.layer, Count.FIRST_RETRIEVALS, heads)
@@ -800,7 +801,7 @@ class Phases(LayerStep):
         return picked
 
     def _fetch(self, pages: Tensor, hidden: bool = False, **how: Any) -> None:
-        """Bring what is missing of pages [Hk, k], see the cache's `recall`; `hidden`: this attention does not wait."""
+        """Bring the missing ones of `pages` [Hk, k] by the cache's `recall`; `hidden`: attention does not wait."""
         with self.span("recall"):
             misses, moved = self.cache.recall(pages, **how)
         self.method.count_recalled(self.layer, misses, moved, hidden)

@@ -1,13 +1,13 @@
 """StreamingLLM: attention sinks and a recent window, the rest is dropped (arXiv 2309.17453, section 3).
 
-`positions` says where the kept tokens stand. "original" leaves them at their own positions. "cache" counts positions
-within the cache, as the paper does, so that distances never exceed the budget: the window is contiguous with the
-query already, hence only the sink keys move, forward by the number of tokens dropped between them and the window.
+`positions` decides the positions of the kept tokens. "original" leaves them unchanged. "cache" counts positions within
+the cache, as the paper does, so that distances never exceed the budget: the window is contiguous with the query
+already, so only the sink keys move, forward by the number of tokens dropped between them and the window.
 
-A prompt is read exactly and cut then, so that only what is generated is streamed. With `prefill_window` it is read by
-windows, each token of which attends to what it would as a generated one: with positions in the cache no distance is
-beyond the budget, and prompts can be longer than the model was trained for. That is how others run it as a baseline
-(arXiv 2502.13542, tables 1, 2 and 10).
+By default a prompt is read exactly and then cut, so that only generation is streamed. With `prefill_window` it is read
+in windows, and each token attends to what it would attend to if it were generated. With positions in the cache no
+distance exceeds the budget, and prompts can be longer than the model was trained for. That is how others run it as a
+baseline (arXiv 2502.13542, tables 1, 2 and 10).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StreamingConfig(MethodConfig):
 
 
 class Streaming(Method[StreamingConfig, SlidingCache]):
-    """Sinks and window; O(budget) memory at any length."""
+    """Keeps sinks and window; O(budget) memory at any length."""
 
     Config = StreamingConfig
     title = "attention sinks and a recent window"
@@ -69,7 +69,7 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
         self.unrotated_sinks: dict[int, Tensor] = {}  # layer -> [Hk, sink, d]
 
     def new_cache(self, layer: LayerGeometry) -> SlidingCache:
-        """Keep `sink` first and `budget - sink` last tokens."""
+        """Make a cache of `sink` first and `budget - sink` last tokens."""
         window = self.config.budget - self.config.sink
         return SlidingCache(layer.num_kv_heads, layer.head_dim, window, self.context.tiers, self.config.sink)
 
@@ -84,7 +84,7 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
         """Attend with each token to everything while that fits into the budget, then to sinks and its own window."""
         start, (seen_k, seen_v) = cache.length, cache.extend(k, v)
         if cache.length >= cache.sink:
-            self._place_sinks(layer, cache, 0)  # from where a turn before may have left them
+            self._place_sinks(layer, cache, 0)  # back to where they were: an earlier turn may have moved them
         with self.span("attention", layer):
             parts, whole = [], min(max(0, self.config.budget - start), q.shape[1])
             if whole:
@@ -103,13 +103,13 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
         return StepPlan(prepare=MovingSinks if self.config.positions == "cache" else None)
 
     def retrieve(self, layer: int, cache: SlidingCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attend to what is left, with the sinks moved up to the window where positions count within the cache."""
+        """Attend to what is kept; with positions in the cache, first move the sinks up to the window."""
         if cache.dropped:
             self._place_sinks(layer, cache, cache.dropped)
         return super().retrieve(layer, cache, q, softmax)
 
     def _place_sinks(self, layer: int, cache: SlidingCache, moved: int) -> None:
-        """Let the sinks stand so many tokens beyond their own positions, where positions count within the cache."""
+        """Rotate the sinks to `moved` tokens beyond their own positions; only with positions in the cache."""
         rotary = self._moving(layer)
         if rotary is None or not cache.sink:
             return
@@ -119,9 +119,9 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
         cache.k[:, : cache.sink] = rotary.rotate(self.unrotated_sinks[layer], original + moved)
 
     def _far(self, layer: int, cache: SlidingCache, q: Tensor) -> FarTokens:
-        """The sinks, at their own positions, and the newest queries q [H, m, d] where they look at them from.
+        """Return the sinks at their own positions, and the newest queries q [H, m, d] rotated to look at them.
 
-        Where positions count within the cache that is the end of a full one.
+        With positions in the cache, queries are placed at the end of a full cache.
         """
         rotary = self._moving(layer)
         if rotary is not None:
@@ -130,12 +130,12 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
         return FarTokens(q, cache.k[:, : cache.sink], cache.v[:, : cache.sink])
 
     def _moving(self, layer: int) -> Rotary | None:
-        """What rotates a layer's keys to positions within the cache; None where they keep their own."""
+        """Return the rotary embedding that moves a layer's sinks within the cache; None: keys keep their positions."""
         return self.context.rotary[layer] if self.config.positions == "cache" else None
 
 
 class MovingSinks:
-    """Moves the sinks of a batch up to their windows, where tokens between them were dropped: rows of its slots."""
+    """Moves the sinks of a batch up to their windows, once tokens between them were dropped: rows of its slots."""
 
     def __init__(self, slots: BatchSlots):
         layout, (first, *others) = slots.rows.layout, slots.rotary
@@ -152,9 +152,9 @@ class MovingSinks:
         self.k = slots.rows.k
 
     def __call__(self) -> None:
-        """Take the sinks out of their rotation as long as they stand where they were, and rotate them to where they go.
+        """Un-rotate the sinks while they are at their own positions, and rotate them to their new ones.
 
-        The last of them was appended a step before the first of them moves, or earlier.
+        The last sink was appended at least one step before the first one moves.
         """
         for part, unrotated, rotation in self.parts:
             move_sinks(self.k[part], unrotated, self.lengths[part], self.held, rotation)

@@ -1,8 +1,8 @@
-"""TOVA: the token that the newest query looks at least is evicted (arXiv 2401.06104, section 3, algorithm 1).
+"""TOVA: evicts the token that the newest query attends to least (arXiv 2401.06104, section 3, algorithm 1).
 
-The cache is the state of a recurrent network, of a fixed number of tokens. At every step the attention row of the
-newest query alone, averaged over the heads, says which of them goes; neither sinks nor recent tokens are set aside,
-and the newest token may be the one. A prompt is read exactly and cut by its last row.
+The cache is the state of a recurrent network, with a fixed number of tokens. At every step the attention row of the
+newest query alone, averaged over the heads, decides which token is evicted. Neither sinks nor recent tokens are
+protected, and the newest token may be evicted itself. A prompt is read exactly and cut by its last row.
 
 Decided as in the paper's algorithm and reference code: the mean is over all query heads of the layer, so that its KV
 heads hold the same tokens. The budget includes the current token, at whose arrival the eviction happens.
@@ -27,7 +27,7 @@ class TOVAConfig(MethodConfig):
 
 
 class TOVA(Method[TOVAConfig, EvictingCache]):
-    """Holds what the newest query still looks at."""
+    """Keeps what the newest query still attends to."""
 
     Config = TOVAConfig
     title = "tokens left after each step evicted the one it looked at least"
@@ -38,7 +38,7 @@ class TOVA(Method[TOVAConfig, EvictingCache]):
     device_memory = "O(B)"
 
     def new_cache(self, layer: LayerGeometry) -> EvictingCache:
-        """Hold a budget of tokens."""
+        """Make a cache of a budget of tokens."""
         rows = min(self.config.budget, self.context.capacity)
         return EvictingCache(layer.num_kv_heads, layer.head_dim, rows, 0, self.context.tiers)
 
@@ -48,7 +48,7 @@ class TOVA(Method[TOVAConfig, EvictingCache]):
         return 1
 
     def take_prompt(self, layer: int, cache: EvictingCache, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
-        """Keep what the prompt's last query looks at most."""
+        """Keep what the prompt's last query attends to most."""
         with self.span("prune", layer):
             newest = last_rows(q, k, softmax)[:, 0]  # [H, s]
             cache.load_scored(k, v, mean_attention(newest, len(k), "layer"))

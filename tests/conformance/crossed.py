@@ -1,4 +1,4 @@
-"""Lists of cases of which some are tried in every run, in which everything has its turn, and the others on demand."""
+"""Parametrise tests so that some cases run every time, each value among them, and the others on demand."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -7,9 +7,10 @@ import pytest
 
 
 def crossed(first: Sequence[Any], second: Iterable[Any], turns: int = 3) -> list[Any]:
-    """Pair everything of two lists, in the order of the first.
+    """Pair every element of two lists, in the order of the first.
 
-    One pair of every `turns` is not marked `exhaustive`; one of as many as the second list has where these are fewer.
+    One pair in `turns` runs every time, or one in as many as the second list has, if fewer; the others are marked
+    `exhaustive`.
     """
     others = list(second)
     turns = min(turns, len(others))
@@ -21,5 +22,5 @@ def crossed(first: Sequence[Any], second: Iterable[Any], turns: int = 3) -> list
 
 
 def some(cases: Iterable[Any], always: Collection[Any]) -> list[Any]:
-    """Cases of a list; those that are not tried `always` are marked `exhaustive`."""
+    """Return the cases as parameters; those not in `always` are marked `exhaustive`."""
     return [pytest.param(case, marks=[] if case in always else [pytest.mark.exhaustive]) for case in cases]

@@ -92,8 +92,8 @@ _DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 _LINEAR = _alternating("linear_attention", _FULL)
 
-# Some of their layers keep a state of fixed size. All of falcon_h1's attend beside that; jamba's cannot take several
-# tokens at once on from a state.
+# Some of their layers keep a state of fixed size. All of falcon_h1's layers also attend; jamba's cannot process several
+# tokens at once from a state.
 HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": lambda: config_of(
         "Qwen3NextConfig",
@@ -146,7 +146,7 @@ _GEMMA3 = {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "layer_types":
 
 
 def _with_vision(name: str, text: PreTrainedConfig, vision: dict[str, object], **extra: object) -> PreTrainedConfig:
-    """A config of a model that also sees images, whose text side is `text`."""
+    """Make the config of a model that also takes images, with the text side `text`."""
     extra |= {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": False}
     return getattr(transformers, name)(**extra)
 
@@ -197,11 +197,11 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "minicpm3": lambda: config_of("MiniCPM3Config", **LATENT, q_lora_rank=24),
     "glm4_moe": lambda: config_of("Glm4MoeConfig", **EXPERTS),
 }
-"""Models of other kinds than `FAMILIES`: every method in one run each."""
+"""Models of other kinds than `FAMILIES`: every method runs on each once."""
 
 
 def tiny_config(family: str, layers: int = LAYERS) -> PreTrainedConfig:
-    """The family's config, cut or repeated to `layers` layers; a hybrid has as many as it has."""
+    """Make the family's config, cut or repeated to `layers` layers; hybrids keep their own number of layers."""
     config = {**FAMILIES, **KINDS, **HYBRIDS}[family]()
     if layers == LAYERS:
         return config
@@ -212,7 +212,7 @@ def tiny_config(family: str, layers: int = LAYERS) -> PreTrainedConfig:
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """Draw weights that keep activations near one, so that attention is not flat and logits are apart."""
+    """Draw weights that keep activations near one, so that attention is not flat and logits differ."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -222,7 +222,7 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
             elif weight.dim() > 1:
                 gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
                 weight.copy_(noise * gain / weight.shape[-1] ** 0.5)
-            elif "norm" in name:  # away from the ones or zeros that would hide a mistake
+            elif "norm" in name:  # ones or zeros would hide a mistake
                 weight.add_(0.1 * noise + (1.0 if "q_norm" in name else 0.0))
             else:  # biases and attention sinks, which transformers may have drawn from the global random state
                 weight.copy_(noise if "sinks" in name else 0.1 * noise)
@@ -232,7 +232,7 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 def tiny_model(
     family: str, seed: int = 0, layers: int = LAYERS, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
-    """Make a float32 model of the family on the CPU, in eval mode; `config` instead of the family's own where given."""
+    """Make a float32 model of the family, or of `config`, on the CPU in eval mode."""
     config = tiny_config(family, layers) if config is None else config
     model = model_class(config).from_config(
         config,

@@ -11,11 +11,11 @@ from kvcli.runtime.gpu.stepper import SlotStepper
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.timeline import Timeline
 
-SPARE = 8  # tokens of room beyond the run, for tests that go on by hand
+SPARE = 8  # extra tokens of room, for tests that go on by hand
 
 
 class NoText:
-    """A tokenizer that spells nothing."""
+    """A tokenizer that encodes and decodes nothing."""
 
     eos_token_id = None
 
@@ -27,7 +27,7 @@ class NoText:
 
 
 def in_memory(module: PreTrainedModel) -> Model:
-    """A transformers model as a loaded checkpoint."""
+    """Wrap a transformers model as a loaded checkpoint."""
     geometry = geometry_of_model(module)
     return Model(module, NoText(), geometry, module.device, module.dtype, "tiny", "dummy")
 
@@ -45,10 +45,10 @@ def run(
     step=None,
     disk=None,
 ):
-    """Continue every prompt (a list of token ids) greedily by `max_tokens`; returns the finished sequences.
+    """Continue every prompt (a list of token ids) greedily by `max_tokens`; return the finished sequences.
 
-    With `streams` the steps run over slots, in these streams; `step` makes a stepper of another kind of the hook, the
-    rotary tables and the sequences. On a `disk` (a `DiskTier`) lies what host memory is not to hold.
+    With `streams` the steps run over slots, in these streams; `step` makes another kind of stepper from the hook, the
+    rotary tables and the sequences. A `disk` (a `DiskTier`) holds what host memory is not to hold.
     """
     sampling = sampling or Sampling(max_tokens=max_tokens)
     sequences = []
@@ -73,5 +73,5 @@ def run(
 
 
 def index_on_host(method):
-    """Bytes of host memory in which a method keeps an index of the tokens, beside their KV."""
+    """Return the bytes of host memory that a method uses for an index of the tokens, in addition to their KV."""
     return sum(cache.codes.nbytes for cache in method.caches if hasattr(cache, "codes"))

@@ -1,4 +1,4 @@
-"""Every method that keeps KV in host memory gives the same with a disk below it, in each form that KV is held in."""
+"""A method that keeps KV in host memory gives the same results with a disk below it, in each form of KV."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from kvcli.memory.disk_tier import DiskTier
 
 LENGTH, STEPS = 180, 9
 SHARE = 12 << 10
-"""Bytes of host memory of a sequence: a few lines of each layer."""
+"""Host memory of a sequence in bytes: a few lines of each layer."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def llama():
 
 
 def check_counts(sequence):
-    """What is counted is what was done, and what is held what was promised."""
+    """Check the counters against what was done, and the footprint against the promise."""
     cache, held = sequence.report().cache, sequence.method.footprint()
     on_disk = [cache.disk for cache in sequence.method.caches if cache.disk is not None]
     assert cache.bytes_to_disk == sum(blocks._flushed * blocks.line_bytes for blocks in on_disk)
@@ -58,7 +58,7 @@ def test_tokens_and_selections_are_those_without_a_disk(llama, name, kv_dtype, t
 
 @pytest.mark.parametrize("name", HOLDING)
 def test_a_fork_goes_on_from_what_lies_on_the_disk(llama, name, tmp_path):
-    """Both attend as a sequence without a disk does; the fork has a file of its own for what comes."""
+    """Both attend like a sequence without a disk; the fork writes new tokens to a file of its own."""
     wanted = settings(name, {**SMALL, "offload": True})
     with DiskTier(tmp_path, SHARE) as disk, torch.inference_mode():
         (sequence,) = run(llama, name, wanted, [prompt(8, LENGTH)], 3, disk=disk)

@@ -1,4 +1,4 @@
-"""What every method that keeps KV in host memory reads of it, in each form that it can be held in: counted again."""
+"""What each method reads of KV in host memory, compared with an independent quantisation, in each form of KV."""
 
 import sys
 
@@ -24,7 +24,7 @@ HOLDING = [name for name in method_names() if "kv_dtype" in get_method(name).Con
 
 
 def counted_again(x, bits, tokens, channels):
-    """What numbers x [Hk, n, d] become that are held in so many bits, `tokens` times `channels` to a scale.
+    """Quantise and dequantise x [Hk, n, d] at `bits` bits, with one scale for `tokens` times `channels` numbers.
 
     Tokens that do not fill a group stay NaN: they have not been written.
     """
@@ -45,10 +45,10 @@ def seen(k, mask):
 
 
 class Watch:
-    """Stands in for the methods' way in: finds every row that attention reads, as the model made it or as it was held.
+    """Intercepts the methods' entry points and matches every row that attention reads: as the model made it or as held.
 
-    Values are found in any case, keys where the method reads them as the model rotated them. Rows that count more or
-    less than once may stand for no token (`counted`): what they hold of tokens is read, nothing else is asked of them.
+    Values are always matched, keys only where the method reads them as the model rotated them. Rows that count more or
+    less than once may stand for no token (`counted`); of these only what they read of tokens is checked.
     """
 
     def __init__(self, monkeypatch, held, page, with_keys):
@@ -135,7 +135,7 @@ class Watch:
         return out
 
     def check(self, method, own, from_host, mask):
-        """What is chosen comes from the host, but for sink and window or the newest tokens, which the device has."""
+        """Selected tokens come from the host, except sink and window or the newest tokens, which the device has."""
         config, length = method.config, mask.shape[1]
         if not hasattr(config, "sink") or not hasattr(config, "window"):
             newest = mask.flip(1).cumsum(1).flip(1) <= RECENT

@@ -1,4 +1,4 @@
-"""What every method must hold to, driven by the listing: a method is tested by being there."""
+"""Requirements for every method, driven by the listing: a method is tested because it exists."""
 
 import itertools
 import json
@@ -25,8 +25,8 @@ from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.timeline import Timeline
 
 PROMPT, STEPS = 75, 18
-EXACT_PROMPT, EXACT_STEPS = 78, 12  # beside transformers, over every family: two pages are filled
-TWICE = 16  # of runs that are compared with each other
+EXACT_PROMPT, EXACT_STEPS = 78, 12  # compared with transformers, over every family: two pages are filled
+TWICE = 16  # steps of runs that are compared with each other
 # Small enough that a context of 75 tokens outgrows it; each method takes the settings that it knows.
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "prefill_window": 20}
 SMALL |= {"chunk": 4, "rank": 12, "outliers": 2, "local": 1, "cluster": 4, "segment": 16, "update": 8}
@@ -57,7 +57,7 @@ GROUPED = ("llama", "llama_one_kv_head")
 
 @pytest.fixture(scope="module")
 def grouped(request):
-    """A model whose queries share KV heads, or all one."""
+    """A model whose query heads share several KV heads, or all share one."""
     return tiny_model(request.param)
 
 
@@ -82,12 +82,12 @@ def test_ample_budget_is_token_for_token_what_transformers_generates(family, nam
 
 @pytest.fixture(autouse=True)
 def loops_serve(monkeypatch):
-    """On a CPU methods are held to what its loops do, too, which leave models as small as these to torch."""
+    """Hold methods to the results of the CPU loops as well, which leave models as small as these to torch."""
     monkeypatch.setattr(_numba, "LEAST", 1)
 
 
 def on_block_attention(monkeypatch, note):
-    """Show `note` which keys every call of the kernels that all attention goes through reads: bool [Hk, n]."""
+    """Call `note` with the keys, bool [Hk, n], that every attention kernel call reads."""
     block_attention, attend = kernels.block_attention, attention.attend
 
     def watched(q, k, v, softmax, mask=None, causal=False):
@@ -98,7 +98,7 @@ def on_block_attention(monkeypatch, note):
     def watched_rows(sets, softmax):
         for each in sets:
             counts_once = each.k is not None and (each.rows is not None or each.log_counts is None)
-            if not counts_once:  # keys that stand for several tokens, or for a part of one
+            if not counts_once:  # keys that stand for several tokens or a part of one
                 continue
             read = each.valid if each.log_counts is None else each.log_counts[:, 0] == 0  # once or not at all
             note(torch.ones(len(each.k), each.shape[2], dtype=torch.bool) if read is None else read)
@@ -140,11 +140,11 @@ def test_small_budget_is_respected_and_used(grouped, name, monkeypatch):
 
 
 class Watch:
-    """Stands in for the methods' way in: keeps a layer's true KV, and holds every output against the mask told."""
+    """Intercepts the methods' entry points: keeps a layer's true KV, and checks each output against the stated mask."""
 
     def __init__(self, monkeypatch, with_true_kv):
         self.kv, self.with_true_kv = {}, with_true_kv
-        self.pairs = self.left_out = 0  # of a KV head and a token: attended to in this call, left out in any
+        self.pairs = self.left_out = 0  # pairs of KV head and token: attended to in this call, left out in any call
         on_block_attention(monkeypatch, self.note_pairs)
         self.prefill, self.attend, self.attend_window = Method.prefill, Method.attend, Method.attend_window
         monkeypatch.setattr(Method, "prefill", lambda *given: self.prefilled(*given))
@@ -185,7 +185,7 @@ class Watch:
 
 
 def variants():
-    """Every method on both models, and with each of its switches turned on one of them in turn; else on demand."""
+    """Every method on both models, and each of its switches turned on one of them in turn; the rest on demand."""
     turned = itertools.cycle(GROUPED)
     for name in method_names():
         fields = get_method(name).Config.model_fields.items()
@@ -219,7 +219,7 @@ def what_heads_did_adds_up_to_what_their_layer_did(sequence, num_kv_heads):
 
 @pytest.mark.parametrize("name", method_names())
 def test_a_batch_of_different_lengths_is_the_runs_of_one(llama, name):
-    """One outgrows the budget while it decodes, one has before; and the same input gives the same tokens."""
+    """One outgrows the budget while it decodes, the other has before; and the same input gives the same tokens."""
     prompts = [prompt(5, 35), prompt(6, 90)]
     alone = [tokens(llama, name, SMALL, [ids], TWICE)[0] for ids in prompts]
     assert tokens(llama, name, SMALL, prompts, TWICE) == alone

@@ -1,12 +1,12 @@
-"""Keys as one bit a channel (FIER, section 3.1).
+"""Kernels of FIER: quantise keys to one bit per channel (section 3.1), and score by them (section 3.3).
 
 Per channel and group of g consecutive tokens:
 
     z = (max + min) / 2      s = (max - min) / 2      code = +1 where k >= z, else -1      k~ = code * s + z
 
 Shapes: keys [Hk, n, g, d] -> codes [Hk, n, g, ceil(d / 8)] uint8, ranges [Hk, n, 2, d] in the dtype of the keys: s, z.
-Bit b of byte j is set where the code of channel 8 * j + b is +1; the bits that stand for no channel are not set. The
-function for a batch on the device has it in front: [b, Hk, ...].
+Bit b of byte j is set where the code of channel 8 * j + b is +1; padding bits are not set. The functions for a batch on
+the device have the batch in front: [b, Hk, ...].
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvcli.kernels._triton import jit, launch, power_of_two, require, require_wh
 from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool_candidates, pool_queries
 from kvcli.kernels.page_table import PagedKV, SlotLayout, candidate_range, candidates, slot_of, slot_of_page
 
-BLOCK_ELEMENTS = 4096  # of the keys, or of their bits, that a program holds at once
+BLOCK_ELEMENTS = 4096  # of keys, or of their bits, held at once per program
 
 
 def quantise_keys_ref(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise and pack in plain torch.
+    """Reference of `quantise_keys` in plain torch.
 
-    The codes are taken about the z that is stored, so that each is the nearer one of the two values it can mean.
+    A code is chosen against the rounded z that is stored, so that it means the nearer of its two possible values.
     """
     dtype = torch.promote_types(keys.dtype, torch.float32)
     low, high = (bound.to(dtype) for bound in torch.aminmax(keys, dim=2))  # [Hk, n, d]
@@ -43,7 +43,7 @@ def quantise_keys_ref(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_filled_group_ref(rows: PagedKV, codes: Tensor, ranges: Tensor) -> None:
-    """Quantise sequence by sequence."""
+    """Reference of `quantise_filled_group`: sequence by sequence."""
     group, size = codes.shape[3], rows.layout.size
     filled = (rows.lengths > 0) & (rows.lengths % group == 0)
     for b, length in [(b, int(rows.lengths[b])) for b in filled.nonzero()[:, 0].tolist()]:
@@ -70,7 +70,7 @@ def _quantise_group(
     BLOCK_R: tl.constexpr,
     BLOCK_Y: tl.constexpr,
 ) -> None:
-    """Quantise the group of tokens from `token` on, which lie in slots of SIZE rows `stride` apart."""
+    """Quantise the group of tokens from `token` on, which lie in slots of SIZE rows, `stride` apart."""
     byte, bit = tl.arange(0, BLOCK_Y), tl.arange(0, 8)
     c = byte[:, None] * 8 + bit[None, :]  # [BLOCK_Y, 8]
     high = tl.full([BLOCK_Y, 8], float("-inf"), tl.float32)
@@ -157,9 +157,9 @@ def _quantise_filled_kernel(
 
 
 def quantise_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise and pack full groups: keys [Hk, n, g, d], any strides but the last -> codes, ranges.
+    """Quantise and pack full groups: keys [Hk, n, g, d], any strides but the last; return codes and ranges.
 
-    May be captured in a CUDA graph.
+    Can be captured in a CUDA graph.
     """
     num_kv_heads, num_groups, group, d = keys.shape
     if not takes(keys) or keys.numel() == 0:
@@ -173,10 +173,10 @@ def quantise_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_filled_group(rows: PagedKV, codes: Tensor, ranges: Tensor) -> None:
-    """Quantise the group of every sequence whose length is a whole number of groups; its newest token is appended.
+    """Quantise the newest group of every sequence whose length, newest token included, is a multiple of the group size.
 
-    Its tokens must still lie where they came as the newest ones. codes [b, Hk, n, g, bytes] and ranges
-    [b, Hk, n, 2, d] are written at that group and nowhere else. May be captured in a CUDA graph. Raises ValueError for
+    The group's tokens must still lie in the rows that they were appended to. codes [b, Hk, n, g, bytes] and ranges [b,
+    Hk, n, 2, d] are written at that group and nowhere else. Can be captured in a CUDA graph. Raises ValueError for
     shapes, dtypes or strides that the kernel cannot read.
     """
     (b, num_kv_heads, _, d), layout = rows.k.shape, rows.layout
@@ -198,21 +198,19 @@ def quantise_filled_group(rows: PagedKV, codes: Tensor, ranges: Tensor) -> None:
 
 
 def blocks(group: int, d: int) -> dict[str, int]:
-    """Choose the constants of a kernel that goes through a group of tokens, some at a time."""
+    """Choose the compile-time constants of a kernel that iterates over a group of tokens."""
     size = -(-d // 8)
     block_y = power_of_two(size)
     block_r = rows_at_once(group, 8 * block_y, BLOCK_ELEMENTS)
     return {"GROUP": group, "D": d, "BYTES": size, "BLOCK_R": block_r, "BLOCK_Y": block_y}
 
 
-# Scores of one-bit keys on a CPU: `kvcli.methods.fier.kernels` in one loop over groups.
-
-GROUPS = 16  # that a thread takes at once
+GROUPS = 16  # groups per thread at once, in the CPU loop
 
 
 @cache
 def _loop(d: int, size: int, queries: int) -> Any:
-    """Make the loop for a head size, a group and a number of queries; see `gemv` for what it may close over."""
+    """Make the loop for a head size, a group size and a number of queries; see `gemv` for what it may close over."""
     width = (d + 7) // 8
 
     @compiled
@@ -258,28 +256,29 @@ def _loop(d: int, size: int, queries: int) -> Any:
 
 
 def suits(q: Tensor, codes: Tensor, ranges: Tensor) -> bool:
-    """Tell whether this can score with these: groups one behind the other."""
+    """Return whether `one_bit_scores_cpu` can score these: on the CPU, groups contiguous."""
     size, width = codes.shape[2:]
     together = codes.stride()[1:] == (size * width, width, 1) and ranges.stride()[1:] == (2 * q.shape[2], q.shape[2], 1)
     return together and serves(q, ranges)
 
 
 def one_bit_scores_cpu(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
-    """Score every token of every group, unscaled."""
+    """Score every token of every group on the CPU, unscaled; see `one_bit_scores`."""
     (heads, queries, d), (groups, size) = q.shape, codes.shape[1:3]
     out, loop = q.new_empty(heads, queries, groups * size), _loop(d, size, queries)
     run(loop, out.numel(), q.contiguous(), flat(codes), codes.stride(0), flat(ranges), ranges.stride(0), out)
     return out
 
 
-# Scores of keys that are kept as one bit a channel (FIER, section 3.3): see `kvcli.methods.fier.kernels`.
-
-BLOCK_BITS = 1 << 17  # that are numbers at once: 512 KiB of them
-BITS = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)  # of every byte
+BLOCK_BITS = 1 << 17  # bits expanded to fp32 at once: 512 KiB
+BITS = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)  # the bits of every byte value
 
 
 def one_bit_scores_ref(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
-    """Score in plain torch; bits become numbers a block of groups at a time, which a processor's cache can hold."""
+    """Reference of `one_bit_scores` in plain torch.
+
+    Bits are expanded one block of groups at a time, so that they fit into a CPU's cache.
+    """
     (num_kv_heads, heads, d), (num_groups, group) = q.shape, codes.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries, (scale, zero) = q.to(dtype), ranges.to(dtype).unbind(2)  # scale [Hk, n, d]
@@ -297,7 +296,7 @@ def one_bit_scores_ref(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
 
 def _bits(codes: Tensor, d: int) -> Tensor:
     """Unpack codes [..., bytes] to zeros and ones [..., d] in fp32."""
-    if codes.device.type == "cpu":  # torch has no lookup by bytes; by one that widens them first it takes twice as long
+    if codes.device.type == "cpu":  # torch cannot index by bytes, and widening them takes twice as long
         return torch.from_numpy(BITS.take(codes.numpy(), axis=0, mode="clip")).flatten(-2)[..., :d]
     return ((codes[..., None] >> torch.arange(8, device=codes.device)) & 1).flatten(-2)[..., :d].float()
 
@@ -313,7 +312,7 @@ def one_bit_scores_device_ref(
     out: Tensor,
     heads: Tensor | None = None,
 ) -> None:
-    """Score everything, then leave out what is no candidate."""
+    """Reference of `one_bit_scores_device`: score everything, then mask what is not a candidate."""
     (b, num_kv_heads), (_, _, d) = codes.shape[:2], q.shape
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     queries = pool_queries(wide.reshape(b * num_kv_heads, -1, d), pooling)
@@ -433,8 +432,8 @@ def one_bit_scores_device(
 ) -> None:
     """Score the candidates of a batch: q [b, H, d] -> out [b, Hk, n * g] fp32, -inf elsewhere.
 
-    heads [b, Hk] bool: the others' scores are left as they are. May be captured in a CUDA graph. Raises ValueError for
-    shapes, dtypes or strides that the kernel cannot read.
+    heads [b, Hk] bool: scores of other KV heads are left as they are. Can be captured in a CUDA graph. Raises
+    ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     (b, num_heads, d), (_, num_kv_heads, num_groups, group, _) = q.shape, codes.shape
     require_whole("lengths", lengths, (b,), torch.int32)

@@ -1,16 +1,16 @@
 """FIER: retrieval of single tokens by one-bit keys (arXiv 2508.08256, section 3).
 
-The keys of every full group of tokens are quantised to their sign about the middle of the group's range, channel by
-channel. A step scores all tokens by these bits, takes the best, and attends to them exactly. Important tokens lie
-scattered, so that a page would bring many others along; a bit a channel with two 16-bit numbers a group of 32 costs no
-more to read than the bounds of pages of 16: an eighth of the keys.
+The keys of every full group of tokens are quantised, channel by channel, to their sign relative to the middle of the
+group's range. A step scores all tokens by these bits, selects the best, and attends to them exactly. Important tokens
+are scattered, so that a page would bring many others along. One bit per channel and two 16-bit numbers per group of 32
+cost no more to read than the bounds of pages of 16: an eighth of the keys.
 
-Decided where the paper is silent: with grouped queries the scores are scaled as in attention, turned to weights over
-the candidates, and pooled over the group; with pooling none each query head attends to its own tokens, the budget
-being that of a query head, and a KV head is read for their union. The tokens of a group that is not full stay in full
-precision, are always attended and count in the budget; so does the current token. `offload` keeps the KV in host
-memory and recalls the tokens that are missing on the device; what is attended to is the same. In the counters one token
-of one KV head is a page of size 1.
+Decided where the paper is silent: with grouped queries the scores are scaled as in attention, turned into weights over
+the candidates, and pooled over the group. With pooling none each query head attends to its own tokens and has the whole
+budget; a KV head then reads their union. The tokens of a group that is not full stay in full precision, are always
+attended and count in the budget; so does the current token. `offload` keeps the KV in host memory and recalls the
+tokens that are missing on the device; what is attended to is the same. In the counters one token of one KV head is a
+page of size 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class OneBitIndex(TokenIndex):
-    """On the device, for full groups of g tokens: `codes` [Hk, groups, g, ceil(d / 8)] uint8, one bit a channel.
+    """One-bit keys on the device, for full groups of g tokens: `codes` [Hk, groups, g, ceil(d / 8)] uint8.
 
     `ranges` [Hk, groups, 2, d] are s and z of each channel in a group: its bits stand for z - s and z + s.
     """
@@ -76,15 +76,15 @@ class OneBitIndex(TokenIndex):
         self.codes[:, part], self.ranges[:, part] = quantise_keys(groups)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is indexed, by name."""
+        """Return the indexed tensors by name."""
         return {"codes": self.codes, "ranges": self.ranges}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold these in their place."""
+        """Hold these tensors instead of the present ones."""
         self.codes, self.ranges = tensors["codes"], tensors["ranges"]
 
     def scores(self, q: Tensor, tokens: range, scale: float, pooling: HeadPooling) -> Tensor:
-        """Score consecutive tokens of full groups with q [H, d] -> [Hk, len(tokens)] fp32; pooling none: [H, ..]."""
+        """Score consecutive tokens of full groups with q [H, d]: [Hk, len(tokens)] fp32, or [H, ..] without pooling."""
         heads = pool_queries(q.float().view(self.codes.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
         first = tokens.start // self.group
         part = slice(first, -(-tokens.stop // self.group))
@@ -100,13 +100,13 @@ class OneBitIndex(TokenIndex):
         return Traffic(scored=scored, scores=4 * self.codes.shape[0] * len(candidates))
 
     def load_ratio(self) -> float | None:
-        """Bytes read to score all tokens, divided by the bytes of their keys; None where there is no group."""
+        """Return the bytes read to score all tokens, divided by the bytes of their keys; None if there is no group."""
         num_kv_heads, groups, group, _ = self.codes.shape
         keys = num_kv_heads * groups * group * self.ranges.shape[-1] * self.ranges.element_size()
         return self.nbytes() / keys if keys else None
 
     def settled(self) -> list[Settled]:
-        """Full groups do not change."""
+        """Return the full groups, which no longer change."""
         return [Settled(self.codes, 1, self.filled), Settled(self.ranges, 1, self.filled)]
 
     @override
@@ -151,7 +151,7 @@ class FIERConfig(HostKVConfig, TokenConfig):
 
 
 class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
-    """Selects tokens anew at every step, each for itself."""
+    """Selects single tokens anew at every step."""
 
     Config = FIERConfig
     title = "single tokens by one-bit keys"
@@ -168,7 +168,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
     }
 
     def new_cache(self, layer: LayerGeometry) -> TokenCache[OneBitIndex]:
-        """Keep one-bit keys on the device, and the KV there or in host memory."""
+        """Make a cache with one-bit keys on the device, and the KV there or in host memory."""
         heads, d, capacity = layer.num_kv_heads, layer.head_dim, self.context.capacity
         tiers = self.config.tiers(self.context.tiers)
         budget, group = self.config.tokens, self.config.group
@@ -185,9 +185,9 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
         return StepPlan(OneBit(config.pooling), choose, fetch=FromHost() if config.offload else RESIDENT)
 
     def statistics(self) -> dict[str, Any]:
-        """Say what part of the keys' bytes a selection reads: (1 + 32 / g) / 16 in 16-bit dtypes, 0.125 at g = 32.
+        """Return the part of the keys' bytes that scoring reads: (1 + 32 / g) / 16 in 16-bit dtypes, 0.125 at g = 32.
 
-        In fp32 scale and zero are 32 bits each: (1 + 64 / g) / 32, 0.09375 at g = 32.
+        In fp32, s and z are 32 bits each: (1 + 64 / g) / 32, 0.09375 at g = 32.
         """
         ratios = {ratio for cache in self.retrieval.values() if (ratio := cache.index.load_ratio()) is not None}
         return {"key_load_ratio": max(ratios)} if ratios else {}
@@ -195,7 +195,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
 
 @dataclass(frozen=True)
 class BestPages(Rule):
-    """The tokens of the pages of `page` tokens with the best mean score, as many as fit beside an unfilled last one."""
+    """Chooses the pages of `page` tokens with the best mean score, as many as fit next to an unfilled last page."""
 
     page: int
 
@@ -213,7 +213,7 @@ class BestPages(Rule):
 
 @dataclass(frozen=True)
 class OneBit(Index):
-    """Scores by one-bit keys of full groups, see `kvcli.methods.fier.method.OneBitIndex`; pooled over the group."""
+    """Scores by the one-bit keys of full groups (`OneBitIndex`), pooled over the query heads of a KV head."""
 
     pooling: HeadPooling
 
@@ -229,9 +229,9 @@ class OneBit(Index):
 
 
 class OneBitOverSlots(ScoredIndex):
-    """The same of a batch, by `codes` and `ranges`.
+    """`OneBit` for a batch, by `codes` and `ranges`.
 
-    The tokens of a group can be selected as soon as it is full: it is quantised before scoring.
+    The tokens of a group can be selected as soon as it is full, so it is quantised before scoring.
     """
 
     needs_newest = True

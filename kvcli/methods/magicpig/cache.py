@@ -1,4 +1,4 @@
-"""Tokens sampled from host memory by their hashes; sinks and recent ones stay on the device (MagicPIG, 2410.16179)."""
+"""The cache of MagicPIG: tokens sampled from host memory by their hashes; sinks and recent tokens on the device."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from kvcli.methods.magicpig.kernels import (
 from kvcli.sizes import slices
 
 PIECE = 1024
-"""Keys that are hashed at once: their projections are many numbers each."""
+"""Keys hashed at once: their projections take much memory."""
 
 LEAST_CHANCE = 1e-4
-"""A token counts no more often than if its chance had been this; the reference code adds as much to all chances."""
+"""Lower bound of a token's chance, so that its weight is bounded; the reference code adds as much to all chances."""
 
 
 class Hashing(NamedTuple):
-    """`tables` (L) of hashes of `bits` (K) each, of keys that are `centred` by the prompt's mean or not; and a seed."""
+    """`tables` (L) of hashes of `bits` (K) each; whether keys are `centred` by the prompt's mean; and a seed."""
 
     bits: int
     tables: int
@@ -47,10 +47,10 @@ class Hashing(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the KV heads sampled: k, v [Hk, m, d], of which each query head counts those that are its `own` [Hk, G, m].
+    """The sample of the KV heads: k, v [Hk, m, d]; each query head counts those marked in `own` [Hk, G, m].
 
-    `counts` are the tokens of each KV head; what is beyond them nobody counts. Where all tokens are in their place, k
-    and v are theirs, and the sample is in `rows` [Hk, m].
+    `counts` are the tokens of each KV head; entries beyond them are ignored. Where all tokens are in place, k and v are
+    all of them, and the sample is in `rows` [Hk, m].
     """
 
     k: Tensor
@@ -61,16 +61,16 @@ class Sample(NamedTuple):
 
 
 class SampledTokenCache(TokensOnHost):
-    """In host memory: all KV, and `codes` [Hk, blocks, W, K, BLOCK] uint8 of the tokens between sinks and window.
+    """The cache of a layer: all KV, and `codes` [Hk, blocks, W, K, BLOCK] uint8 of far tokens, in host memory.
 
-    On the device: sinks and window, and `centre` [Hk, d], the mean key of the prompt's tokens between them (of all
-    where there are none), in fp32. Codes are those of the keys that will be read.
+    Far tokens are those between sinks and window, which lie on the device. `centre` [Hk, d], also on the device, is the
+    mean key of the prompt's far tokens (of all where there are none), in fp32. Keys are hashed as they will be read.
     """
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, near: tuple[int, int], hashing: Hashing, tiers: Tiers
     ):
-        """Make room; `near` are the numbers of sinks and of recent tokens."""
+        """Allocate; `near` are the numbers of sinks and of recent tokens."""
         sink, window = near
         super().__init__(num_kv_heads, head_dim, capacity, sink, window, tiers)
         self.hashing, self.hashed = hashing, 0
@@ -95,7 +95,7 @@ class SampledTokenCache(TokensOnHost):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token; the one that falls out of the window is hashed."""
+        """Store the current token, and hash the one that leaves the window."""
         written = self.pool.write(self.length, k[:, None, None], v[:, None, None])
         if self.length >= self.near.sink + self.near.window:
             row = self.near.row_of(self.length)
@@ -104,18 +104,19 @@ class SampledTokenCache(TokensOnHost):
         return written + self.near.append(k, v)
 
     def sample(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """List what the query heads of q [H, d] sample of the tokens between, in host memory.
+        """List the far tokens that the query heads of q [H, d] sample, in host memory.
 
-        Returns what any query head of a KV head does, [Hk, m], EMPTY behind it, and whose own each is, bool [Hk, G, m].
+        Returns the tokens that any query head of a KV head samples, [Hk, m], padded with EMPTY, and which query heads
+        do, bool [Hk, G, m].
         """
         heads = q.view(len(self.codes), -1, q.shape[-1])
         codes = query_codes(heads, self._directions(q), self.hashing.tables).to(self.codes.device)
         return colliding(codes, self.codes[:, : -(-self.hashed // BLOCK)], self.hashed, self.near.sink)
 
     def recall(self, tokens: Tensor, own: Tensor) -> tuple[Sample, int]:
-        """Bring a sample to the device; returns also the bytes moved.
+        """Bring a sample to the device; also returns the bytes moved.
 
-        What is read in its place counts as if it had been brought.
+        Tokens read in place count as if they had been moved.
         """
         device, there = self.centre.device, tokens != EMPTY
         self.chosen, counts = tokens.to(device), there.sum(1).tolist()
@@ -131,7 +132,7 @@ class SampledTokenCache(TokensOnHost):
         return Sample(*both(kv), own.to(device), counts), moved
 
     def attend_sample(self, q: Tensor, sample: Sample, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to sinks and window, and to each sampled token as often as 1 / its chance -> [H, d]."""
+        """Attend with q [H, d] to sinks and window, and to each sampled token 1 / chance times; return [H, d]."""
         heads = q.view(len(sample.k), -1, q.shape[-1])  # [Hk, G, d]
         chances = self.hashing.bits, self.hashing.tables, LEAST_CHANCE
         counts = log_counts(heads, sample.k, self.centre, sample.own, *chances, sample.rows)  # [Hk, G, m]
@@ -149,9 +150,9 @@ class SampledTokenCache(TokensOnHost):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count as if every key were at right angles to every query: those nearer to it are sampled more often.
+        """Estimate a step whose keys are all at right angles to every query; nearer keys are sampled more often.
 
-        The hash codes count as scored, although it is the host that reads them.
+        The hash codes count as scored, although the host reads them.
         """
         far = max(0, length - self.near.sink - self.near.window)
         sampled = math.ceil(far * float(sampling_chance(torch.zeros(()), self.hashing.bits, self.hashing.tables)))
@@ -163,11 +164,11 @@ class SampledTokenCache(TokensOnHost):
         )
 
     def settled(self) -> list[Settled]:
-        """Tokens are hashed once."""
+        """Return the codes, which do not change."""
         return [Settled(self.codes, 1, self.hashed // BLOCK, -(-self.hashed // BLOCK))]
 
     def _hash(self, keys: Tensor) -> int:
-        """Hash the next keys [Hk, n, d] after those hashed, as they will be read; returns the bytes moved."""
+        """Hash the next keys [Hk, n, d], as they will be read; return the bytes moved."""
         form, sizes = self.pool.format, self.pool.sizes
         for part in slices(keys.shape[1], PIECE):
             held = keys[:, part]
@@ -181,7 +182,7 @@ class SampledTokenCache(TokensOnHost):
 
     @property
     def _code_bytes(self) -> int:
-        """Of one token, with all KV heads."""
+        """Bytes of codes per token, for all KV heads."""
         heads, _, words, bits, _ = self.codes.shape
         return heads * words * bits
 

@@ -1,19 +1,18 @@
-"""Locality-sensitive hashing by signs of random projections (SimHash), and what it samples (arXiv 2410.16179, 4.1).
+"""Kernels of MagicPIG: hashing by signs of random projections (SimHash), and sampling by it (arXiv 2410.16179, 4.1).
 
 Each of L tables hashes a vector x to K bits, the signs of its products with K random directions. A query samples the
-tokens whose keys share its hash in two tables at least. Where p is the chance that one direction does not part the two,
-the chance of that is
+tokens whose keys share its hash in at least two tables. Where p is the chance that one direction does not separate the
+two, the chance of sampling is
 
     u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1)      p = 1 - arccos(cos(q, k)) / pi
 
-On a CPU its logarithm is read off a curve that was worked out once, whose error is below 2e-5.
+On a CPU its logarithm is read off a precomputed curve, with an error below 2e-5.
 
 Shapes: x [.., d], directions [d, W, K, 8] -> codes [.., W, K] uint8, where W = ceil(L / 8), and a byte has one of the K
-bits of eight tables. Of keys the bytes of a BLOCK of them lie side by side: [Hk, blocks, W, K, BLOCK].
+bits of eight tables. The bytes of a BLOCK of keys are adjacent: [Hk, blocks, W, K, BLOCK].
 
-On a CPU codes are compared in loops over their bytes. A
-byte has a bit of eight tables' codes, and bytes of all keys of a block lie side by side: what differs in any of the K
-bits is put together for all these at once, and what does not is seen for the first time or again.
+On a CPU, loops compare codes byte by byte for all keys of a block at once. Differences in any of the K bits are
+collected with or; what does not differ is a shared code, seen for the first time or again.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from kvcli.kernels._llvm import LOT, FlatArrays, all_of, first_one, ones, prefet
 from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, run_alone, serial, serves
 from kvcli.kernels.page_table import EMPTY
 
-FEW = 16  # vectors that one thread hashes_cpu
-PIECE = 16  # blocks that a thread takes at once
-KEYS_AHEAD = 16  # keys that are on their way: a step reads some that lie anywhere
-CHOSEN = 64  # keys of a sample that a thread takes at once
-CURVE = 4096  # steps of the curve from one cosine, -1, to the other, 1
+FEW = 16  # vectors that one thread hashes
+PIECE = 16  # blocks per thread at once
+KEYS_AHEAD = 16  # keys that are prefetched: sampled keys lie anywhere
+CHOSEN = 64  # keys of a sample per thread at once
+CURVE = 4096  # steps of the curve over cosines from -1 to 1
 
 
 @intrinsic
 def _share_two_cpu(_: Any, queries: Any, query: Any, keys: Any, key: Any, words: Any, bits: Any) -> Any:
-    """Flag those of a LOT of keys that share two codes_cpu with a query.
+    """Flag the keys, of a LOT of them, that share two codes with a query.
 
-    Flat arrays: codes of the query [words, bits] from `query` on, of keys [words, bits, LOT] from `key` on. The loop
-    knows how many bits there are.
+    Flat arrays: codes of the query [words, bits] from `query` on, of keys [words, bits, LOT] from `key` on. The number
+    of bits is known at compile time.
     """
     from llvmlite import ir
     from numba import types
@@ -67,7 +66,7 @@ def _share_two_cpu(_: Any, queries: Any, query: Any, keys: Any, key: Any, words:
             shared, before = builder.not_(differs), builder.load(once)
             builder.store(builder.or_(builder.load(twice), builder.and_(before, shared)), twice)
             builder.store(builder.or_(before, shared), once)
-        tables = builder.load(once)  # in whose place of a byte a code was shared; two of them are two codes_cpu, too
+        tables = builder.load(once)  # bits at which a code was shared; two bits mean two shared codes as well
         several = builder.and_(tables, builder.sub(tables, one))
         found = builder.icmp_unsigned("!=", builder.or_(builder.load(twice), several), nothing)
         return builder.bitcast(found, ir.IntType(LOT))
@@ -79,7 +78,7 @@ def _share_two_cpu(_: Any, queries: Any, query: Any, keys: Any, key: Any, words:
 
 @cache
 def _sharing(bits: int) -> Any:
-    """Make the loop over blocks of keys whose codes_cpu have so many bits."""
+    """Make the loop over blocks of keys for codes of this many bits."""
 
     @compiled
     def sharing(q: Any, words: int, k: Any, head: int, n: int, flags: Any, counts: Any) -> None:
@@ -102,7 +101,7 @@ def _sharing(bits: int) -> Any:
 
 @serial
 def _codes(x: Any, drawn: Any, out: Any) -> None:
-    # One thread is done before a second one would have begun.
+    # One thread finishes before a second one would have started.
     (n, d), width = x.shape, drawn.shape[1]
     products = np.empty(width, np.float32)
     for row in range(n):
@@ -164,7 +163,7 @@ def _log_counts(
                 for c in range(d):
                     product += q[h, g, c] * centred[c]
                 cosine = product / length
-                if cosine != cosine:  # no place on the curve
+                if cosine != cosine:  # NaN has no place on the curve
                     out[h, g, i] = cosine
                 else:
                     out[h, g, i] = min(_read_off(curve, cosine), most)
@@ -173,7 +172,7 @@ def _log_counts(
 
 
 def hashes_cpu(x: Tensor, drawn: Tensor) -> bool:
-    """Tell whether this can hash vectors, which are few."""
+    """Return whether `codes_cpu` can hash these vectors, which must be few."""
     return x.numel() <= FEW * x.shape[-1] and serves(x, drawn)
 
 
@@ -185,7 +184,7 @@ def codes_cpu(x: Tensor, drawn: Tensor) -> Tensor:
 
 
 def colliding_cpu(q: Tensor, k: Tensor, n: int, first: int) -> tuple[Tensor, Tensor]:
-    """List the keys that share two codes_cpu with a query, numbered from `first` on, and with which ones they do."""
+    """List the keys, numbered from `first`, that share two codes with a query, and which queries those are."""
     heads, group, words, bits = q.shape
     blocks = k.shape[1]
     flags, counts = torch.empty(heads, blocks, group, dtype=torch.int64), torch.empty(heads, blocks, dtype=torch.int32)
@@ -199,7 +198,7 @@ def colliding_cpu(q: Tensor, k: Tensor, n: int, first: int) -> tuple[Tensor, Ten
 def log_counts_cpu(
     q: Tensor, k: Tensor, centre: Tensor, own: Tensor, curve: Tensor, most: float, rows: Tensor | None
 ) -> Tensor:
-    """Read off the curve what cosines of queries of length 1 and keys say, at `most` so much; -inf where not own."""
+    """Read log counts off the curve at the cosines of unit queries and keys, at most `most`; -inf where not `own`."""
     out = torch.empty(own.shape)
     at = torch.arange(own.shape[2])[None] if rows is None else rows
     held = flat(k), k.stride(0), k.stride(1)
@@ -210,15 +209,15 @@ def log_counts_cpu(
 BLOCK = LOT
 """Keys whose codes are compared at once."""
 
-TABLES = 8  # of which a byte has a bit
+TABLES = 8  # tables per byte
 AT_ONCE = 1 << 24  # bytes that torch compares at once
 
 
 @lru_cache(maxsize=8)
 def directions(head_dim: int, tables: int, bits: int, seed: int, device: torch.device) -> Tensor:
-    """Draw random directions [d, W, K, 8] in fp32: the same ones for all layers and sequences, wherever they run.
+    """Draw random directions [d, W, K, 8] in fp32, the same for all layers, sequences and devices.
 
-    They are laid as the bits of codes are; zeros stand where the last byte has no table.
+    They are laid out like the bits of codes, padded with zeros where the last byte has no table.
     """
     drawn = torch.randn(head_dim, tables * bits, generator=torch.Generator().manual_seed(seed))
     by_table: Tensor = drawn.unflatten(1, (tables, bits))  # type: ignore[no-untyped-call]
@@ -236,14 +235,14 @@ def key_codes(k: Tensor, drawn: Tensor) -> Tensor:
 
 
 def query_codes(q: Tensor, drawn: Tensor, tables: int) -> Tensor:
-    """Hash queries so; what only fills up their last byte differs from that of all keys."""
+    """Hash queries; the padding bits of their last byte differ from those of all keys."""
     codes = key_codes(q, drawn)
     codes[..., -1, :] |= 256 - (1 << (tables - 1) % TABLES + 1)
     return codes
 
 
 def lay(codes: Tensor, blocks: Tensor, first: int) -> None:
-    """Put the codes [Hk, n, W, K] of keys, of which the first has this number, in their places in the blocks."""
+    """Write the codes [Hk, n, W, K] of keys, numbered from `first`, to their places in the blocks."""
     last, codes = first + codes.shape[1], codes.to(blocks.device)
     for block in range(first // BLOCK, -(-last // BLOCK)):
         begin = block * BLOCK
@@ -254,17 +253,17 @@ def lay(codes: Tensor, blocks: Tensor, first: int) -> None:
 
 @lru_cache(maxsize=8)
 def _curve(bits: int, tables: int) -> Tensor:
-    """The logarithms of 1 / u at cosines from -1 to 1, in equal steps; there is one more at the end."""
+    """Return log(1 / u) at cosines from -1 to 1, in equal steps, with one more at the end."""
     cosines = torch.linspace(-1, 1, CURVE + 1, dtype=torch.float64)
     heights = -sampling_chance(cosines, bits, tables).clamp_min(1e-30).log().float()
     return torch.cat((heights, heights[-1:]))
 
 
 def colliding(q: Tensor, k: Tensor, n: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """List the keys that share a query's codes in two tables at least: of every KV head those of any of its queries.
+    """List the keys that share a query's codes in at least two tables, per KV head for any of its queries.
 
-    Of the codes of keys, in blocks, those of n are there. Returns the keys, numbered from `first` on, [Hk, m] int64 in
-    order, EMPTY behind a head's, and of which queries each is, [Hk, G, m] bool.
+    Only the first n keys of the blocks exist. Returns the keys in order, numbered from `first`, [Hk, m] int64, padded
+    with EMPTY, and the queries that each belongs to, [Hk, G, m] bool.
     """
     heads, group = q.shape[:2]
     if serves(k, dtype=torch.uint8):
@@ -279,12 +278,12 @@ def colliding(q: Tensor, k: Tensor, n: int, first: int = 0) -> tuple[Tensor, Ten
 
 
 def _share_two(q: Tensor, k: Tensor) -> Tensor:
-    """Tell which keys, in blocks, share two codes with which queries: [Hk, G, n]."""
+    """Flag which keys, in blocks, share two codes with which queries: [Hk, G, n]."""
     differs = torch.zeros((), dtype=torch.uint8)
     for bit in range(q.shape[-1]):
         differs = differs | (q[:, :, None, :, bit, None] ^ k[:, None, :, :, bit])  # [Hk, G, blocks, W, BLOCK]
     shared = ~differs
-    several = shared & (shared - 1)  # 0 where it is one table of the eight, or none
+    several = shared & (shared - 1)  # 0 where at most one of the eight tables is shared
     return ((shared != 0).sum(-2) + (several != 0).sum(-2) >= 2).flatten(2)
 
 
@@ -298,10 +297,10 @@ def log_counts(
     least: float,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Say how many tokens each stands for, 1 / u by its angle: q [Hk, G, d], k [Hk, m, d] less its centre [Hk, d].
+    """Return the logarithm of 1 / u, how many tokens each stands for: q [Hk, G, d], k [Hk, m, d] minus centre [Hk, d].
 
-    Of k the keys in `rows` [Hk, m] are meant, where these are given. No u is taken to be less than `least`. Returns
-    logarithms [Hk, G, m], -inf where `own` [Hk, G, m] says no.
+    `rows` [Hk, m], where given, are the keys of k that are meant. u is at least `least`. Returns [Hk, G, m], -inf where
+    `own` [Hk, G, m] is False.
     """
     units = F.normalize(q.float(), dim=-1)
     if serves(k, units, centre, numbers=own.numel() * q.shape[2]):
@@ -314,7 +313,7 @@ def log_counts(
 
 
 def sampling_chance(cosine: Tensor, bits: int, tables: int) -> Tensor:
-    """The chance u that a key at this cosine to a query is sampled, in fp64."""
+    """Return the chance u that a key at this cosine to a query is sampled, in fp64."""
     same = (1 - cosine.double().clamp(-1, 1).arccos() / math.pi) ** bits  # p^K
     # 1 - (1 - x)^(L - 1) (1 + (L - 1) x) without the cancellation of small x = p^K
     return -torch.expm1((tables - 1) * torch.log1p(-same) + torch.log1p((tables - 1) * same))

@@ -1,23 +1,23 @@
 """MagicPIG: attention estimated from tokens that hashing samples (arXiv 2410.16179, section 4 and algorithm 1).
 
-Attention is an expectation over tokens, and where it is spread over many of them the best few are a poor stand-in. So
-tokens are sampled: `tables` random hashes of `bits` each say for every query which tokens share its hash in two tables
-at least, which the nearer a key is to the query the likelier is. A token's chance u is known in closed form, and
-dividing its weight by u makes the estimate one of full attention. Beside the sample, sinks and window are attended to
-exactly. Adding one vector to all keys changes no attention, so keys are hashed less their mean: they lie in a narrow
-cone, where hashes would not tell them apart.
+Attention is an expectation over tokens, and where it is spread over many of them the best few are a poor substitute. So
+tokens are sampled. For every query, `tables` random hashes of `bits` each tell which tokens share its hash in at least
+two tables, which is the likelier the nearer a key is to the query. A token's chance u is known in closed form, and
+dividing its weight by u makes the estimate one of full attention. In addition to the sample, sinks and window are
+attended to exactly. Adding one vector to all keys changes no attention, so keys are hashed minus their mean: they lie
+in a narrow cone, where hashes would not tell them apart.
 
 KV and hash codes lie in host memory. A code takes its bits, for every token and KV head: 190 bytes at 150 tables of 10
-bits, eight tables to the byte, beside the 512 of a 16-bit key and value of 128 channels. There is no budget; how many
-tokens are read is in the statistics.
+bits, eight tables to the byte, next to the 512 of a 16-bit key and value of 128 channels. There is no budget; the
+statistics tell how many tokens are read.
 
-Decided where the paper is silent or its reference code differs: each query head samples for itself, and a KV head is
-read for all that its query heads sampled. All codes are compared where the paper looks them up in sorted tables, and
-what is sampled is brought to the device where the paper attends on the CPU: the tokens are the same. Generated tokens
-are hashed when they leave the window, by the prompt's mean key; the code keeps them on the device. No chance is taken
-to be less than 1e-4. One leading layer is dense; the code leaves every sixteenth alone. One set of random directions,
-drawn by `seed`, serves all layers and sequences. In the counters one token of one KV head is a page of size 1, and
-nothing stays on the device from step to step, so that every page asked for is a miss.
+Decided where the paper is silent or its reference code differs: each query head samples on its own, and a KV head reads
+everything that its query heads sampled. All codes are compared where the paper looks them up in sorted tables, and the
+sample is brought to the device where the paper attends on the CPU: the tokens are the same. Generated tokens are hashed
+when they leave the window, by the prompt's mean key; the code keeps them on the device. Chances are at least 1e-4. One
+leading layer is dense; the code leaves out every sixteenth. One set of random directions, drawn by `seed`, serves all
+layers and sequences. In the counters one token of one KV head is a page of size 1, and nothing stays on the device from
+step to step, so that every page asked for is a miss.
 """
 
 from collections.abc import Sequence
@@ -72,14 +72,14 @@ class MagicPIG(Method[MagicPIGConfig, SampledTokenCache]):
         self.selections = self.read = 0  # steps of single KV heads, and the tokens that they read
 
     def new_cache(self, layer: LayerGeometry) -> SampledTokenCache:
-        """Keep sinks and window on the device, all tokens and their hash codes in host memory."""
+        """Make a cache with sinks and window on the device, and all tokens and their hash codes in host memory."""
         config, tiers = self.config, self.config.tiers(self.context.tiers)
         hashing = Hashing(config.bits, config.tables, config.centred, config.seed)
         near = config.sink, config.window
         return SampledTokenCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, near, hashing, tiers)
 
     def retrieve(self, layer: int, cache: SampledTokenCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Sample by this step's query, bring the sample to the device, attend by chances."""
+        """Sample by this step's query, bring the sample to the device, attend weighted by chances."""
         if not cache.hashed:
             return super().retrieve(layer, cache, q, softmax)
         with self.span("score", layer):
@@ -96,7 +96,7 @@ class MagicPIG(Method[MagicPIGConfig, SampledTokenCache]):
             return cache.attend_sample(q, sample, softmax)
 
     def statistics(self) -> dict[str, Any]:
-        """Say what part of the tokens between a query head sampled, and how many a KV head read in a step, as means."""
+        """Return, as means, the part of far tokens that a query head sampled, and how many a KV head read per step."""
         if not self.selections:
             return {}
         return {"sampled_part": self.sampled / self.candidates, "tokens_sampled_mean": self.read / self.selections}

@@ -1,4 +1,4 @@
-"""Keys in signs and four bits, by which single tokens are found in two stages (ParisKV, arXiv 2602.07721)."""
+"""The index of ParisKV: keys in signs and four bits, searched in two stages (arXiv 2602.07721)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from kvcli.methods.pariskv.kernels import (
 )
 from kvcli.sizes import slices
 
-# Tokens whose keys are encoded at once: fp32 copies of them stay this long.
+# Tokens whose keys are encoded at once; bounds the fp32 copies.
 PIECE = 4096
 
 PARTS = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (math.inf, 0.1, 0.2))
-"""Below how many tokens which part of them is reranked, and which collides in a block."""
+"""Up to how many tokens which part of them is reranked, and which part collides in a block."""
 
 
 class CollisionIndex(TokenIndex):
-    """On the device: `signs` [Hk, capacity, B], `rows` [Hk, capacity, ..], both uint8.
+    """Codes of all keys on the device: `signs` [Hk, capacity, B] and `rows` [Hk, capacity, ..], both uint8.
 
-    In a row, so that one look at memory finds both, stand a key's `codes` [w / 2] uint8 and its `weights` [B].
-    `counts` [Hk, B, 256] are the sign patterns of the tokens `counted`, from the first to before the second.
+    A row holds a key's `codes` [w / 2] uint8 and its `weights` [B], so that one memory access finds both. `counts` [Hk,
+    B, 256] are the sign patterns of the tokens `counted`, from the first to before the second.
     """
 
     not_state: ClassVar[tuple[str, ...]] = ("counts", "counted")
@@ -46,7 +46,7 @@ class CollisionIndex(TokenIndex):
     def __init__(
         self, num_kv_heads: int, head_dim: int, capacity: int, seed: int, parts: tuple[float, float], tiers: Tiers
     ):
-        """Make room; `parts` of the tokens are reranked, and collide in a block, where they are not 0 (see `PARTS`)."""
+        """Allocate; `parts` of the tokens are reranked, and collide in a block, where they are not 0 (see `PARTS`)."""
         self.seed, self.parts, self.filled = seed, parts, 0
         width = max(BLOCK, 1 << (head_dim - 1).bit_length())
         blocks = width // BLOCK
@@ -59,12 +59,12 @@ class CollisionIndex(TokenIndex):
 
     @property
     def codes(self) -> Tensor:
-        """Levels and signs of four bits a channel: [Hk, capacity, w / 2]."""
+        """Signs and levels in four bits per channel: [Hk, capacity, w / 2]."""
         return self.rows[..., : self.code_bytes]
 
     @property
     def weights(self) -> Tensor:
-        """What the blocks of a key count: [Hk, capacity, B]."""
+        """Weights of the blocks of a key: [Hk, capacity, B]."""
         return self.rows[..., self.code_bytes :].view(self.dtype)
 
     @override
@@ -77,16 +77,16 @@ class CollisionIndex(TokenIndex):
             self.signs[:, new], self.codes[:, new], self.weights[:, new] = encode_keys(keys[:, part], turn, self.filled)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is indexed, by name."""
+        """Return the indexed tensors by name."""
         return {"signs": self.signs, "rows": self.rows}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold these in their place."""
+        """Hold these tensors instead of the present ones."""
         self.signs, self.rows = tensors["signs"], tensors["rows"]
         self.counted = 0, 0
 
     def best(self, q: Tensor, tokens: range, count: int) -> Tensor:
-        """Find `count` of consecutive tokens for q [H, d], which stands for its group by its mean: [Hk, count]."""
+        """Find the best `count` of consecutive tokens for q [H, d], whose mean stands for a group: [Hk, count]."""
         heads = q.view(self.signs.shape[0], -1, q.shape[-1])
         query = turned_query(heads, rotation(q.shape[-1], self.seed, q.device), len(tokens))  # [Hk, w]
         reranked, colliding = self.parts_of(len(tokens))
@@ -98,12 +98,12 @@ class CollisionIndex(TokenIndex):
         return topk_named(products, count, found, tokens.start)
 
     def parts_of(self, tokens: int) -> tuple[float, float]:
-        """The part of so many tokens that is reranked, and the one that collides in a block."""
+        """Return the part of `tokens` tokens that is reranked, and the part that collides in a block."""
         reranked, colliding = next(parts for below, *parts in PARTS if tokens < below)
         return self.parts[0] or reranked, self.parts[1] or colliding
 
     def _population(self, tokens: range) -> Tensor:
-        """Count the sign patterns of the tokens; of those that were there at the last step that is known."""
+        """Count the sign patterns of the tokens, starting from the counts of the last step where possible."""
         first, stop = self.counted
         if first != tokens.start or not first <= stop <= tokens.stop:
             first, stop = tokens.start, tokens.start
@@ -123,7 +123,7 @@ class CollisionIndex(TokenIndex):
         )
 
     def settled(self) -> list[Settled]:
-        """Keys stay as they came."""
+        """Return the codes, which do not change."""
         return [Settled(each, 1, self.filled) for each in self.tensors().values()]
 
     @override

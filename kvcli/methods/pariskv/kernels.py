@@ -1,28 +1,28 @@
-"""Collisions with data-independent centroids, and inner products of four-bit keys (ParisKV, arXiv 2602.07721).
+"""Kernels of ParisKV: collisions with data-independent centroids, and products of four-bit keys (arXiv 2602.07721).
 
-Keys and queries are turned by a random rotation, after which the direction of every block of m = 8 channels is spread
-evenly over the sphere whatever the data. So the 2^m sign patterns serve as its centroids, and the magnitudes of its
-channels have a known density, to which three bits are fitted once and for all. For a block with radius r, signs s and
-magnitude levels a of its direction u, and a key of length n:
+Keys and queries are rotated at random, after which the direction of every block of m = 8 channels is spread evenly over
+the sphere whatever the data. So the 2^m sign patterns serve as its centroids, and the magnitudes of its channels have a
+known density, to which three bits are fitted once and for all. For a block with radius r, signs s and magnitude levels
+a of its direction u, and a key of length n:
 
     q . k ~ sum_b n (r_b / alpha_b) sum_j s_bj a_bj q_bj      alpha_b = sum_j a_bj |u_bj|
 
-Shapes: x [.., d] -> rotated [.., w], w the power of two from d on; of a token B = w / m bytes of signs, w / 2 bytes of
+Shapes: x [.., d] -> rotated [.., w], w the power of two from d on. A token has B = w / m bytes of signs, w / 2 bytes of
 four-bit codes, and B weights n r / alpha.
 
 Forms for a CPU:
 
     population_cpu    signs [Hk, n, B] uint8, added to counts [Hk, B, 256] int64
-    turned_cpu        queries [Hk, G, d] fp32, rotation [d, w] -> their mean, turned [Hk, w]
-    worth_cpu         a turned query [Hk, w], the centroids' population, tiers' ends [t] -> [Hk, B, 256] uint8
+    turned_cpu        queries [Hk, G, d] fp32, rotation [d, w] -> their mean, rotated [Hk, w]
+    worth_cpu         a rotated query [Hk, w], the centroids' population, tiers' ends [t] -> [Hk, B, 256] uint8
     votes_cpu         signs, worth -> [Hk, n], uint8 or, where they may be many, int32
     most_votes_cpu    votes, none negative -> [Hk, k] int64, the most votes, ties to the lower key, ascending
     encode_cpu        keys [Hk, n, d] fp32, rotation [d, w], levels [8], thresholds [7] -> signs, codes, weights
-    products_cpu      a turned query [Hk, w], codes [Hk, n, C] uint8, weights [Hk, n, B] fp32, tokens [Hk, c] -> [Hk, c]
+    products_cpu      a rotated query [Hk, w], codes [Hk, n, C] uint8, weights [Hk, n, B], tokens [Hk, c] -> [Hk, c]
 
-A processor with AVX-512 looks patterns and levels up in its registers (`kvcli.kernels._llvm`). For others a byte of
-codes, which is two channels, has its part of a product in a table [Hk, C, 256] made for the query. Where a key's codes
-and weights stand in one row, memory is looked at once for both.
+A processor with AVX-512 looks up patterns and levels in its registers (`kvcli.kernels._llvm`). For others a byte of
+codes, which holds two channels, has its part of a product in a table [Hk, C, 256] made for the query. Where a key's
+codes and weights share a row, one memory access serves both.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from kvcli.kernels._llvm import LEVELS, LOT, PATTERNS, add_looked_up, multiply_l
 from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, run_alone, serial, serves
 from kvcli.kernels.topk import kth_best, places_of, topk_pages
 
-PIECE = 1024  # keys that a thread takes at once
-CHOSEN = 256  # chosen keys that it takes at once
-CODES_AHEAD = 48  # keys whose codes are on their way: they are short
-LOTS_AHEAD = 16  # lots of keys whose signs are
+PIECE = 1024  # keys per thread at once
+CHOSEN = 256  # chosen keys per thread at once
+CODES_AHEAD = 48  # keys whose codes are prefetched: they are short
+LOTS_AHEAD = 16  # lots of keys whose signs are prefetched
 BYTES = 4  # of codes in a block
 
 
@@ -78,15 +78,15 @@ def _worth(q: Any, counts: Any, ends: Any, products_cpu: Any, out: Any) -> None:
         h, b = row // blocks, row % blocks
         scores, block, least = products_cpu[row], q[h, 8 * b : 8 * b + 8], np.float32(0)
         for c in range(8):
-            least -= block[c]  # of the pattern without a bit
+            least -= block[c]  # of the pattern without any bit
         scores[0] = least
-        for c in range(8):  # those with bit c on top are those without it, twice this channel more
+        for c in range(8):  # setting bit c as the top bit adds twice this channel
             for i in range(1 << c):
                 scores[(1 << c) + i] = scores[i] + np.float32(2) * block[c]
         bits = scores.view(np.int32)
-        ranked, other = np.empty(patterns, np.uint64), np.empty(patterns, np.uint64)  # patterns below their keys
+        ranked, other = np.empty(patterns, np.uint64), np.empty(patterns, np.uint64)  # sort key, then pattern
         begins = np.zeros((4, 1 + 256), np.int32)
-        for i in range(patterns):  # keys fall with the products_cpu, so that the best come first
+        for i in range(patterns):  # keys fall as products rise, so that the best come first
             x = np.uint32(bits[i])
             x = np.uint32(0) if x == np.uint32(0x80000000) else x  # minus zero equals zero
             key = np.uint32(x if x >> np.uint32(31) else ~(x | np.uint32(0x80000000)))
@@ -94,7 +94,7 @@ def _worth(q: Any, counts: Any, ends: Any, products_cpu: Any, out: Any) -> None:
         for digit in range(4):
             for i in range(patterns):
                 begins[digit, np.uint64(1) + ((ranked[i] >> np.uint64(8 + 8 * digit)) & np.uint64(255))] += 1
-        for digit in range(4):  # by which they are sorted in turn, and equal ones stay in order
+        for digit in range(4):  # a stable radix sort
             begin, shift = begins[digit], np.uint64(8 + 8 * digit)
             for value in range(256):
                 begin[value + 1] += begin[value]
@@ -114,13 +114,13 @@ def _worth(q: Any, counts: Any, ends: Any, products_cpu: Any, out: Any) -> None:
 
 @inlined
 def _look_up(table: Any, row: int, byte: int) -> Any:
-    # What is below 0 would count from the end, and asking for it costs pace.
+    # Unsigned, because a check for negative indices costs time.
     return table[np.uint64(256) * np.uint64(row) + np.uint64(byte)]
 
 
 @cache
 def _voting(blocks: int, wide: bool) -> Any:
-    """Make the loop over keys of so many blocks; a `wide` one takes a LOT at once, of a power of two blocks."""
+    """Make the loop over keys of so many blocks; a `wide` one, for a power of two blocks, takes a LOT at once."""
 
     @in_order
     def votes_cpu(signs: Any, head: int, n: int, worth_cpu: Any, out: Any, out_head: int) -> None:
@@ -181,9 +181,9 @@ def _encode(keys: Any, turn: Any, levels: Any, thresholds: Any, signs: Any, code
 
 @cache
 def _multiplication(blocks: int, code_apart: int, weight_apart: int, wide: bool) -> Any:
-    """Make the loop over keys of so many blocks, whose codes and weights lie so far from those of the next key.
+    """Make the loop over keys of `blocks` blocks, whose codes and weights have these strides from key to key.
 
-    A `wide` one takes LEVELS bytes of codes at once, of whole fours of blocks.
+    A `wide` one takes LEVELS bytes of codes at once; it needs a multiple of four blocks.
     """
     size = BYTES * blocks
 
@@ -229,12 +229,12 @@ def _multiplication(blocks: int, code_apart: int, weight_apart: int, wide: bool)
 
 
 def collision_loops_suit(signs: Tensor, numbers: int = 0) -> bool:
-    """Tell whether this can count these, of so many `numbers`: tokens in a row."""
+    """Return whether CPU loops can count these signs, `numbers` in all: tokens must be contiguous."""
     return signs.stride(1) == signs.shape[2] and serves(signs, dtype=torch.uint8, numbers=numbers)
 
 
 def products_suit_cpu(codes: Tensor, weights: Tensor) -> bool:
-    """Tell whether this can multiply by these."""
+    """Return whether CPU loops can multiply by these codes and weights."""
     return serves(codes, dtype=torch.uint8) and serves(weights)
 
 
@@ -246,14 +246,14 @@ def population_cpu(signs: Tensor, counts: Tensor) -> Tensor:
 
 
 def turned_cpu(q: Tensor, turn: Tensor) -> Tensor:
-    """Turn the mean query of each group: [Hk, w]."""
+    """Rotate the mean query of each group: [Hk, w]."""
     out = q.new_empty(q.shape[0], turn.shape[1])
     run(_turn, q.shape[0] * turn.numel(), q.contiguous(), turn, out)
     return out
 
 
 def worth_cpu(q: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
-    """Rank the centroids of each block: how many of the tiers' `ends`, ascending, keys ranked before do not reach."""
+    """Rank the centroids of each block: count the tiers' `ends`, ascending, that exceed the keys ranked before."""
     out = torch.empty(counts.shape, dtype=torch.uint8)
     products_cpu = q.new_empty(out.shape[0] * out.shape[1], out.shape[2])
     run(_worth, 8 * out.numel(), q.contiguous(), counts, np.array(ends), products_cpu, out)
@@ -261,7 +261,7 @@ def worth_cpu(q: Tensor, counts: Tensor, ends: list[int]) -> Tensor:
 
 
 def votes_cpu(signs: Tensor, worth_cpu: Tensor, highest: int) -> Tensor:
-    """Add up over the blocks of a key what its patterns are worth: up to the `highest`, in bytes where it is small."""
+    """Sum over the blocks of a key what its patterns are worth: `highest` at most, in bytes where that fits."""
     heads, n, blocks = signs.shape
     small = highest < PATTERNS
     out = torch.empty(heads, -(-n // LOT) * LOT, dtype=torch.uint8 if small else torch.int32)[:, :n]  # whole lines
@@ -271,7 +271,7 @@ def votes_cpu(signs: Tensor, worth_cpu: Tensor, highest: int) -> Tensor:
 
 
 def most_votes_cpu(votes_cpu: Tensor, count: int, highest: int) -> Tensor:
-    """Choose the keys with the most_votes_cpu votes_cpu: whole numbers up to the `highest`, of which there are few."""
+    """Choose the keys with the most votes: whole numbers up to `highest`, which is small."""
     out = torch.empty(len(votes_cpu), count, dtype=torch.int64)
     run(_most, votes_cpu.numel(), flat(votes_cpu), votes_cpu.stride(0), votes_cpu.shape[1], highest.bit_length(), out)
     return out
@@ -287,7 +287,7 @@ def encode_cpu(keys: Tensor, turn: Tensor, levels: Tensor, thresholds: Tensor) -
 
 
 def products_cpu(levels: Tensor, q: Tensor, codes: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
-    """Add up what the codes of the tokens, of four bits whose `levels` [16] are known, stand for, block by block."""
+    """Estimate q . k of the tokens from four-bit codes, whose `levels` [16] are known, block by block."""
     out, blocks = torch.empty(tokens.shape), weights.shape[2]
     loop = _multiplication(blocks, codes.stride(1), weights.stride(1), permutes() and blocks % 4 == 0)
     held = flat(codes), codes.stride(0), flat(weights), weights.stride(0)
@@ -298,15 +298,15 @@ def products_cpu(levels: Tensor, q: Tensor, codes: Tensor, weights: Tensor, toke
 BLOCK = 8
 MAGNITUDES = 8
 FEW = 64
-"""Keys that one thread encodes as fast as torch's functions begin."""
+"""Keys that one thread encodes faster than torch's functions start."""
 
 TIERS = ((0.05, 6), (0.15, 5), (0.3, 4), (0.5, 3), (0.75, 2), (1.0, 1))
-"""Up to which part of the keys that may collide a centroid's rank counts, and how much."""
+"""The share of colliding keys up to which a centroid's rank counts, and its votes."""
 
 
 @lru_cache(maxsize=8)
 def rotation(d: int, seed: int, device: torch.device) -> Tensor:
-    """A Hadamard transform of randomly signed channels, [d, w]: orthonormal rows, the same ones everywhere."""
+    """Return a Hadamard transform of randomly signed channels, [d, w]: orthonormal rows, reproducible by `seed`."""
     width = max(BLOCK, 1 << (d - 1).bit_length())
     hadamard = torch.ones(1, 1)
     while len(hadamard) < width:
@@ -317,7 +317,7 @@ def rotation(d: int, seed: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1)
 def magnitude_levels() -> tuple[Tensor, Tensor]:
-    """The Lloyd-Max levels [8] of a channel's magnitude in a block's direction, and the thresholds [7] between them.
+    """Return the Lloyd-Max levels [8] of a channel's magnitude in a block's direction, and thresholds [7] between them.
 
     On the sphere in m dimensions the magnitude x of a coordinate has the density (1 - x^2)^((m - 3) / 2).
     """
@@ -333,13 +333,13 @@ def magnitude_levels() -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def signed_levels() -> Tensor:
-    """What the four bits of a code stand for: [16]."""
+    """Return the values of the 16 four-bit codes."""
     levels = magnitude_levels()[0]
     return torch.cat((-levels, levels))
 
 
 def turned_query(q: Tensor, turn: Tensor, among: int = 0) -> Tensor:
-    """Turn the mean query of each group, asked for so many keys: q [Hk, G, d], rotation [d, w] -> [Hk, w]."""
+    """Rotate the mean query of each group, to score `among` keys: q [Hk, G, d], rotation [d, w] -> [Hk, w]."""
     if serves(q, turn, numbers=among * q.shape[-1]):
         return turned_cpu(q, turn)
     return q.float().mean(1) @ turn
@@ -348,10 +348,10 @@ def turned_query(q: Tensor, turn: Tensor, among: int = 0) -> Tensor:
 def encode_keys(keys: Tensor, turn: Tensor, among: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Encode keys [.., d]: signs [.., B] and four-bit codes [.., w / 2], both uint8, and weights [.., B] in fp32.
 
-    `among`: how many keys there are altogether, if there are more to come.
+    `among`: how many keys there are in total, if these are only some of them.
 
-    A sign byte has bit j set where channel j of its block is not negative. A code is the level, and 8 more where the
-    channel is not negative; two channels share a byte, the even one its lower half.
+    A sign byte has bit j set where channel j of its block is not negative. A code is the level, plus 8 where the
+    channel is not negative; two channels share a byte, the even one in its lower half.
     """
     levels, thresholds = (each.to(keys.device) for each in magnitude_levels())
     few = keys.dim() == 3 and keys.shape[0] * keys.shape[1] <= FEW
@@ -372,7 +372,7 @@ def encode_keys(keys: Tensor, turn: Tensor, among: int = 0) -> tuple[Tensor, Ten
 def population(signs: Tensor, counts: Tensor, among: int = 0) -> Tensor:
     """Add to counts [Hk, B, 256], int64, how many keys have each sign pattern in a block: signs [Hk, n, B].
 
-    `among`: how many keys there are altogether, if these are a part of them.
+    `among`: how many keys there are in total, if these are only some of them.
     """
     if collision_loops_suit(signs, numbers=among * signs.shape[2]):
         return population_cpu(signs, counts)
@@ -383,10 +383,9 @@ def population(signs: Tensor, counts: Tensor, among: int = 0) -> Tensor:
 def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = None) -> Tensor:
     """Count how well every key collides with a rotated query q [Hk, w]: signs [Hk, n, B] -> [Hk, n].
 
-    In each block centroids are ranked by their product with the query, and keys by their centroids. The first ones, the
-    `part` of all, collide; by its rank each counts as much as its tier (`TIERS`), and blocks are added up, in int32 or,
-    where a loop does it and a byte has room, in uint8.
-    `counts` are the population of the signs, where it is known.
+    In each block, centroids are ranked by their product with the query, and keys by their centroids. The first `part`
+    of all keys collide; each counts by the tier of its rank (`TIERS`). Blocks are summed, in int32 or, if a CPU loop
+    runs and the sums fit, in uint8. `counts` is the population of the signs, if known.
     """
     n = signs.shape[1]
     if counts is None:
@@ -405,13 +404,13 @@ def collisions(q: Tensor, signs: Tensor, part: float, counts: Tensor | None = No
 
 @lru_cache(maxsize=8)
 def sign_patterns(device: torch.device) -> Tensor:
-    """The centroids of a block: the signs that every byte stands for, [2^m, m]."""
+    """Return the centroids of a block: the signs that every byte stands for, [2^m, m]."""
     patterns = torch.arange(1 << BLOCK, device=device)
     return (patterns[:, None] >> torch.arange(BLOCK, device=device) & 1) * 2.0 - 1
 
 
 def highest_votes(blocks: int) -> int:
-    """How many votes a key can have that is of the first tier in every block."""
+    """Return the votes of a key that is in the first tier in every block."""
     return blocks * TIERS[0][1]
 
 

@@ -1,22 +1,22 @@
-"""ParisKV: centroids that no data moves, votes of blocks, four-bit reranking (arXiv 2602.07721).
+"""ParisKV: data-independent centroids, votes of blocks, four-bit reranking (arXiv 2602.07721).
 
-Centroids that are learned from a prompt fit what is generated later less and less. Here keys and queries are scaled to
-unit length and turned by a random rotation, which spreads the directions of each block of eight channels evenly over
-the sphere. Its centroids, all 256 patterns of signs, are known beforehand and stay right however long the text gets.
+Centroids learned from a prompt fit later generated text less and less. Here keys and queries are scaled to unit length
+and rotated at random, which spreads the directions of each block of eight channels evenly over the sphere. The block's
+centroids, all 256 patterns of signs, are known beforehand and stay right however long the text gets.
 
-A step finds tokens in two stages. In every block, centroids are ranked by the query, and the keys of the best collide
-with it, the better the rank, the more they count; the tokens that the blocks together voted for most are candidates.
-These are ranked again by an estimate of their products from keys of four bits, a sign and three bits of magnitude a
-channel, and the best are recalled from host memory, where all KV lies.
+A step finds tokens in two stages. In every block, centroids are ranked by the query, and the keys of the best ones
+collide with it; the better the rank, the more they count. The tokens with the most votes over all blocks are
+candidates. These are ranked again by an estimate of their products from keys of four bits, a sign and three bits of
+magnitude per channel, and the best are recalled from host memory, where all KV lies.
 
-The paper's settings adapt to the context: of fewer than 5K tokens a half collides in each block and a half is ranked
-again, of 30K and more a fifth and a tenth. How much the ranks count is 6 for the first 5 % of what collides, then 5, 4,
-3, 2 and 1, up to 15, 30, 50, 75 and 100 %.
+The paper's settings adapt to the context: of fewer than 5K tokens half collide in each block and half are reranked, of
+30K and more a fifth and a tenth. Ranks count 6 for the first 5 % of what collides, then 5, 4, 3, 2 and 1, up to 15, 30,
+50, 75 and 100 %.
 
 Decided where the paper is silent or its reference code differs: the mean query of a group stands for it, as in the
 code. Every token is encoded when it comes, where the code waits for 512 and lets the window grow meanwhile; centroids
-do not depend on the data, so that the codes are the same. Head sizes that are no power of two are filled up with
-zeros. Ties go to the lower token. In the counters one token of one KV head is a page of size 1.
+do not depend on the data, so the codes are the same. Head sizes that are not powers of two are padded with zeros. Ties
+go to the lower token. In the counters one token of one KV head is a page of size 1.
 """
 
 from typing import Any, ClassVar
@@ -63,7 +63,7 @@ class ParisKV(Method[ParisKVConfig, Cache]):
     }
 
     def new_cache(self, layer: LayerGeometry) -> Cache:
-        """Keep everything in host memory, a budget of tokens and the codes of all keys on the device."""
+        """Make a cache with everything in host memory; on the device a budget of tokens and the codes of all keys."""
         heads, d, capacity = layer.num_kv_heads, layer.head_dim, self.context.capacity
         tiers = self.config.tiers(self.context.tiers)
         parts = self.config.reranked, self.config.colliding
@@ -71,7 +71,7 @@ class ParisKV(Method[ParisKVConfig, Cache]):
         return OffloadedTokenCache(heads, d, capacity, self.config.tokens, index, tiers)
 
     def retrieve(self, layer: int, cache: Cache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Select with the query of this step, bring what is missing, then attend."""
+        """Select with the query of this step, recall the missing tokens, then attend."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)
         with self.span("select", layer):

@@ -1,8 +1,8 @@
-"""Tokens recalled from host memory by clusters into a block cache on the device (RetroInfer, arXiv 2505.02922).
+"""The cache of RetroInfer: clusters of tokens recalled from host memory to a block cache (arXiv 2505.02922).
 
-Of each cluster the device knows how many tokens it has, their mean key (the centroid) and their mean value. With them
+For each cluster the device holds its number of tokens, their mean key (the centroid) and their mean value. With these
 the attention of a whole cluster of n tokens is estimated as that of n tokens at the centroid, which is never more than
-it is (section 3: Jensen's inequality).
+the true one (section 3: Jensen's inequality).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvcli.methods.retroinfer.kernels import cluster_sums, spherical_kmeans
 
 
 class Clustering(NamedTuple):
-    """How tokens are clustered: `size` of them in a cluster on average, within segments of about `segment`.
+    """Settings of clustering: `size` tokens per cluster on average, within segments of about `segment` tokens.
 
-    `rounds` of k-means make the clusters; `update` tokens wait until they are clustered together. Of all clusters the
-    part `estimated` is, behind those that are read.
+    `rounds` of k-means make the clusters; `update` tokens wait until they are clustered together. The part `estimated`
+    of all clusters is estimated, in rank after those that are read.
     """
 
     size: int
@@ -42,15 +42,15 @@ class Clustering(NamedTuple):
     estimated: float
 
     def following(self, clusters: int) -> int:
-        """How many of so many clusters are estimated."""
+        """Return how many of `clusters` clusters are estimated."""
         return round(self.estimated * clusters)
 
 
 class Zones(NamedTuple):
-    """The tokens read exactly, [Hk, m] with EMPTY behind the `counts` of a head, and the clusters `estimated` [Hk, f].
+    """Tokens read exactly, [Hk, m] with EMPTY after the `counts` of a head, and the clusters `estimated` [Hk, f].
 
-    `log_counts` [Hk, f] are the logarithms of how many tokens these have, -inf where there are fewer clusters;
-    `scores` [Hk, G, f] are those of their centroids.
+    `log_counts` [Hk, f] are the logarithms of the estimated clusters' sizes, -inf where there are fewer clusters;
+    `scores` [Hk, G, f] are the scores of their centroids.
     """
 
     retrieved: Tensor
@@ -61,9 +61,9 @@ class Zones(NamedTuple):
 
 
 class WaveIndex:
-    """On the device: `centroids` and mean `values` [Hk, C, d], `sizes` [Hk, C], and `members` [Hk, n].
+    """The cluster index on the device: `centroids` and mean `values` [Hk, C, d], `sizes` [Hk, C], `members` [Hk, n].
 
-    These are the tokens of one cluster after the other, each cluster's in their order.
+    `members` lists the tokens of one cluster after the other, ascending within a cluster.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, clustering: Clustering, tiers: Tiers):
@@ -72,7 +72,7 @@ class WaveIndex:
         self.centroids, self.values = (tiers.on_device(num_kv_heads, most, head_dim) for _ in range(2))
         self.sizes = tiers.on_device(num_kv_heads, most, dtype=torch.int32)
         self.members = tiers.on_device(num_kv_heads, capacity, dtype=torch.int32)
-        self.clusters = self.tokens = 0  # that there are
+        self.clusters = self.tokens = 0  # in use
 
     def add(self, k: Tensor, v: Tensor) -> None:
         """Cluster the next tokens k, v [Hk, n, d], segment by segment."""
@@ -91,10 +91,10 @@ class WaveIndex:
             self.tokens += keys.shape[1]
 
     def zones(self, q: Tensor, softmax: Softmax, room: int, first: int) -> Zones:
-        """Rank clusters with q [Hk, G, d] by their centroids' softmaxed scores, added up over the group.
+        """Rank clusters with q [Hk, G, d] by their centroids' softmaxed scores, summed over the group.
 
-        Ties go to the lower cluster. Of the best, as many are retrieved as have `room` tokens together, in the order in
-        which their members lie; those that follow are estimated. Tokens are numbered from the `first` on.
+        Ties go to the lower cluster. The best clusters are retrieved, as many as fit into `room` tokens, in the order
+        of their members; the next ones are estimated. Tokens are numbered from `first` on.
         """
         sizes, centroids = self.sizes[:, : self.clusters], self.centroids[:, : self.clusters]
         scores = softmax.scores(token_scores(q.flatten(0, 1), centroids, 1.0))  # [Hk, G, C]
@@ -106,30 +106,30 @@ class WaveIndex:
         else:
             weights = scores.masked_fill(sizes[:, None] == 0, float("-inf")).softmax(-1).sum(1)
             order = weights.argsort(dim=-1, descending=True, stable=True)  # [Hk, C]
-            fits = sizes.gather(1, order).cumsum(1) <= room  # of clusters by rank: the first ones
-            places = fits.sum(1, keepdim=True) + torch.arange(follow, device=q.device)  # of those that follow
+            fits = sizes.gather(1, order).cumsum(1) <= room  # by rank: a prefix
+            places = fits.sum(1, keepdim=True) + torch.arange(follow, device=q.device)  # of the estimated ones
             following = order.gather(1, places.clamp_max(self.clusters - 1))
             log_counts = sizes.gather(1, following).float().log().masked_fill(places >= self.clusters, float("-inf"))
             tokens, each = _listed(members, sizes, torch.zeros_like(fits).scatter(1, order, fits), first)
         return Zones(tokens, each, following, log_counts, scores.take_along_dim(following[:, None], 2))
 
     def settled(self) -> list[Settled]:
-        """Clusters do not change."""
+        """Return the clusters, which do not change."""
         by_cluster = [Settled(each, 1, self.clusters) for each in (self.centroids, self.values, self.sizes)]
         return [*by_cluster, Settled(self.members, 1, self.tokens)]
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Count the bytes on the device."""
         return nbytes(self.centroids, self.values, self.sizes, self.members)
 
     def read(self, clusters: int, tokens: int) -> int:
-        """Bytes that a step reads of so many clusters, to retrieve so many tokens of each KV head."""
+        """Count the bytes that a step reads of `clusters` clusters to retrieve `tokens` tokens of each KV head."""
         values = self.values[:, : self.clustering.following(clusters)]
         return nbytes(self.centroids[:, :clusters], self.sizes[:, :clusters], values, self.members[:, :tokens])
 
 
 def _listed(members: Tensor, sizes: Tensor, read: Tensor, first: int) -> tuple[Tensor, list[int]]:
-    """List the members of the clusters to read [Hk, C], EMPTY behind: [Hk, m], and how many each head has."""
+    """List the members of the clusters to read [Hk, C]: [Hk, m], padded with EMPTY, and how many each head has."""
     marks = read.flatten().repeat_interleave(sizes.flatten(), output_size=members.numel()).view_as(members)
     heads, entries, places = numbered(marks)
     each = heads.bincount(minlength=len(marks)).tolist()
@@ -139,11 +139,11 @@ def _listed(members: Tensor, sizes: Tensor, read: Tensor, first: int) -> tuple[T
 
 
 class ClusteredTokenCache(TokensOnHost):
-    """In host memory: all KV. On the device: the index, the steady zone `near`, and the block cache.
+    """The cache of a layer: all KV in host memory; index, steady zone `near` and block cache on the device.
 
-    The steady zone are sinks, window, and tokens that have left it and wait to be clustered, `update` together. The
-    block cache is kv [t, Hk, slots, d]: `resident` [Hk, slots] is the token in each slot, EMPTY in none, and `used` the
-    step that read it last. What was read least recently makes room.
+    The steady zone holds sinks, window, and tokens that have left it and wait to be clustered, `update` at a time. The
+    block cache is kv [t, Hk, slots, d]: `resident` [Hk, slots] is the token in each slot, EMPTY for none, and `used`
+    the step that last read it. The least recently read tokens make room.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ClusteredTokenCache(TokensOnHost):
         cached: float,
         tiers: Tiers,
     ):
-        """Make room; the block cache holds the part `cached` of all tokens, or a selection, if that is more."""
+        """Allocate; the block cache holds the part `cached` of all tokens, but at least one selection."""
         num_kv_heads, head_dim = heads
         super().__init__(num_kv_heads, head_dim, capacity, budget.sink, budget.window + clustering.update, tiers)
         self.budget, self.step = budget, 0
@@ -166,11 +166,11 @@ class ClusteredTokenCache(TokensOnHost):
         self.resident, self.used = (tiers.on_device(num_kv_heads, slots, dtype=torch.int64) for _ in range(2))
         self.resident.fill_(EMPTY)
         self.used.zero_()
-        self.slots: Tensor | None = None  # [Hk, m] where the tokens last retrieved lie
+        self.slots: Tensor | None = None  # [Hk, m], slots of the tokens last retrieved
 
     @property
     def steady(self) -> Tensor:
-        """Number the tokens of the steady zone."""
+        """The tokens of the steady zone."""
         first, device = self.budget.sink + self.index.tokens, self.k.device
         sinks = torch.arange(min(self.budget.sink, self.length), device=device)
         return torch.cat((sinks, torch.arange(min(first, self.length), self.length, device=device)))
@@ -182,9 +182,9 @@ class ClusteredTokenCache(TokensOnHost):
 
     @override
     def load(self, k: Tensor, v: Tensor) -> int:
-        """Store a prompt; what has left the window is clustered, unless it is less than `update` tokens."""
+        """Store a prompt; cluster what has left the window, unless it is less than `update` tokens."""
         self.length = k.shape[1]
-        self.kv.zero_()  # rows that hold nothing are finite
+        self.kv.zero_()  # unused rows must be finite
         self.near.load(k, v)
         written, self.taken = self.take(k, v), 0
         far = slice(self.budget.sink, self.length - self.budget.window)
@@ -194,7 +194,7 @@ class ClusteredTokenCache(TokensOnHost):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token; once `update` tokens wait, they are clustered."""
+        """Store the current token; cluster once `update` tokens wait."""
         written = self.pool.write(self.length, k[:, None, None], v[:, None, None])
         self.near.append(k, v)
         self.length += 1
@@ -210,9 +210,9 @@ class ClusteredTokenCache(TokensOnHost):
         return self.index.zones(heads, softmax, self.budget.max_selected, self.budget.sink)
 
     def recall(self, zones: Zones) -> tuple[list[int], list[int], int]:
-        """Bring the tokens that are retrieved into the block cache.
+        """Bring the retrieved tokens to the block cache.
 
-        Returns how many each KV head asked for, how many of them were missing, and the bytes moved.
+        Returns how many tokens each KV head asked for, how many of them were missing, and the bytes moved.
         """
         self.step += 1
         self.chosen = zones.retrieved
@@ -225,7 +225,7 @@ class ClusteredTokenCache(TokensOnHost):
         return zones.counts, misses.by_head(len(zones.counts)), len(misses.pages) * self.pool.block_bytes
 
     def _resolve(self, chosen: Tensor) -> Misses:
-        """Give every token its slot, and say which are missing."""
+        """Assign a slot to every token, and return the missing ones."""
         held = self.resident.new_full((len(chosen), self.length + 1), EMPTY)  # the slot of token t in column t + 1
         held.scatter_(
             1, self.resident + 1, torch.arange(self.resident.shape[1], device=held.device).expand_as(self.used)
@@ -241,7 +241,7 @@ class ClusteredTokenCache(TokensOnHost):
         return Misses(heads, slots, tokens)
 
     def attend_zones(self, q: Tensor, zones: Zones, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to the steady zone and what was recalled, and estimate what `zones` says -> [H, d]."""
+        """Attend with q [H, d] to steady zone and recalled tokens, with `zones`' estimates; return [H, d]."""
         assert self.chosen is not None
         assert self.slots is not None
         heads, values = q.view(len(self.k), -1, q.shape[-1]), self.index.values[:, : self.index.clusters]
@@ -266,7 +266,7 @@ class ClusteredTokenCache(TokensOnHost):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count a step whose clusters fill all the room there is, with as many tokens waiting as can."""
+        """Estimate a step whose clusters fill all the room, with as many tokens waiting as possible."""
         token, clustering = nbytes(self.kv[:, :, :1]), self.index.clustering
         far = max(0, length - self.budget.sink - self.budget.window)
         if far < clustering.update:
@@ -280,8 +280,8 @@ class ClusteredTokenCache(TokensOnHost):
         )
 
 
-@lru_cache(maxsize=64)  # all layers of a sequence ask alike
+@lru_cache(maxsize=64)  # the same for all layers of a sequence
 def _near_rows(sink: int, window: int, clustered: int, length: int, device: torch.device) -> Tensor:
-    """Rows of the sinks and of the tokens behind those clustered, which are in a ring of `window` rows: [1, n]."""
+    """Return the rows of the sinks and of the unclustered tokens, which lie in a ring of `window` rows: [1, n]."""
     ring = sink + torch.arange(clustered, length - sink, device=device) % window
     return torch.cat((torch.arange(sink, device=device), ring))[None]

@@ -1,13 +1,13 @@
-"""Clusters weighed, divided into zones, listed and looked up in a cache of tokens; and spherical k-means.
+"""Kernels of RetroInfer: weigh, divide, list and look up clusters of tokens on a CPU; and spherical k-means.
 
-The reference in torch stands in `kvcli.methods.retroinfer.cache`. It sorts all clusters and all slots; the loops for a
-CPU look at every token once.
+The reference in torch is in `kvcli.methods.retroinfer.cache`. It sorts all clusters and all slots; the CPU loops visit
+every token once.
 
     weighed_cpu    scores [Hk, G, C] fp32, sizes [Hk, C] int32 -> weights [Hk, C]
-    divide_cpu     weights, sizes -> clusters read, bool [Hk, C], those estimated [Hk, f] and the logarithms of how many
-               tokens each has, and how many tokens are read [Hk]
-    listed_cpu     members [Hk, n] int32 by cluster, sizes, clusters read -> tokens [Hk, m] int64, EMPTY behind
-    resolve_clusters_cpu    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and those that were missing
+    divide_cpu     weights, sizes -> clusters read, bool [Hk, C], clusters estimated [Hk, f] and the logarithms of their
+               sizes, and how many tokens are read [Hk]
+    listed_cpu     members [Hk, n] int32 by cluster, sizes, clusters read -> tokens [Hk, m] int64, padded with EMPTY
+    resolve_clusters_cpu    tokens, resident and used [Hk, S] int64 -> slots [Hk, m] int64, and the missing tokens
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcli.kernels._numba import compiled, flat, prange, run, serves
 from kvcli.kernels.page_table import EMPTY, Misses
 from kvcli.kernels.page_table import listed as list_misses
 
-DIGITS, VALUES = 3, 1 << 11  # of a float's bits
+DIGITS, VALUES = 3, 1 << 11  # of the radix sort of a float's bits
 
 
 @compiled
@@ -52,7 +52,7 @@ def _divide(bits: Any, sizes: Any, room: int, retrieved: Any, estimated: Any, lo
         retrieved[h], estimated[h], log_counts[h] = False, 0, -np.inf
         keys, order, other = np.empty(n, np.uint32), np.empty(n, np.int64), np.empty(n, np.int64)
         for i in range(n):
-            keys[i], order[i] = ~np.uint32(bits[h, i]), i  # the best first; of equals the lower one
+            keys[i], order[i] = ~np.uint32(bits[h, i]), i  # the best first; ties: the lower one
         for digit in range(DIGITS):
             shift, begins = np.uint32(11 * digit), np.zeros(VALUES + 1, np.int64)
             for i in range(n):
@@ -81,7 +81,7 @@ def _list(members: Any, apart: int, sizes: Any, retrieved: Any, first: int, empt
     for h in prange(heads):
         begins, counts = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
         begin, found, at, own = h * apart, np.uint64(0), np.uint64(0), out[h]
-        for c in range(n):  # no branch could be predicted here: what is not wanted is written over
+        for c in range(n):  # branch-free: unwanted clusters are overwritten
             begins[found], counts[found] = begin, sizes[h, c]
             begin += sizes[h, c]
             found += np.uint64(retrieved[h, c])
@@ -118,7 +118,7 @@ def _resolve(
         counts[h] = misses
         if misses == 0:
             continue
-        begins, order = np.zeros(step + 2, np.int64), np.empty(size, np.int64)  # what was read longest ago first
+        begins, order = np.zeros(step + 2, np.int64), np.empty(size, np.int64)  # least recently read first
         for slot in range(size):
             begins[used[h, slot] + 1] += 1
         for when in range(step + 1):
@@ -133,22 +133,22 @@ def _resolve(
 
 
 def cluster_loops_suit(members: Tensor) -> bool:
-    """Tell whether loops can divide_cpu clusters of these members."""
+    """Return whether the CPU loops can divide clusters of these members."""
     return serves(members, dtype=torch.int32)
 
 
 def weighed_cpu(scores: Tensor, sizes: Tensor) -> Tensor:
-    """Add up the softmaxes of a group's scores over the clusters that have tokens."""
+    """Sum the softmaxes of a group's scores over the clusters that have tokens."""
     heads, _, n = scores.shape
     weights, out = scores.new_empty(heads, n), scores.new_empty(heads, n)
-    run(_weigh, scores.numel(), scores.contiguous(), sizes.contiguous(), weights, out)  # many at once, without gaps
+    run(_weigh, scores.numel(), scores.contiguous(), sizes.contiguous(), weights, out)  # for vector loads
     return out
 
 
 def divide_cpu(weights: Tensor, sizes: Tensor, room: int, follow: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mark the best clusters that have `room` tokens together, and name the next `follow` with their log counts.
+    """Mark the best clusters that fit into `room` tokens, and name the next `follow` with their log counts.
 
-    Where fewer follow, those behind count as -inf. Returns also how many tokens the marked ones have.
+    Where fewer follow, missing ones count as -inf. Also returns how many tokens the marked clusters have.
     """
     (heads, _), retrieved = weights.shape, torch.empty(weights.shape, dtype=torch.bool)
     estimated, log_counts = torch.empty(heads, follow, dtype=torch.int64), weights.new_empty(heads, follow)
@@ -159,7 +159,7 @@ def divide_cpu(weights: Tensor, sizes: Tensor, room: int, follow: int) -> tuple[
 
 
 def listed_cpu(members: Tensor, sizes: Tensor, retrieved: Tensor, counts: Tensor, first: int) -> Tensor:
-    """List the tokens of the retrieved clusters, of which every head has so many, numbered from `first`."""
+    """List the tokens of the retrieved clusters, `counts` per head, numbered from `first`."""
     out = torch.empty(len(members), int(counts.max()), dtype=torch.int64)
     marks = retrieved.view(torch.uint8)
     run(_list, 8 * marks.numel(), flat(members), members.stride(0), sizes.contiguous(), marks, first, EMPTY, out)
@@ -169,9 +169,9 @@ def listed_cpu(members: Tensor, sizes: Tensor, retrieved: Tensor, counts: Tensor
 def resolve_clusters_cpu(
     tokens: Tensor, length: int, step: int, resident: Tensor, used: Tensor
 ) -> tuple[Tensor, Misses]:
-    """Find tokens below `length`, or EMPTY, in the slots of the cache, and give slots to those that are missing.
+    """Find the slots of tokens below `length`, or EMPTY, in the cache, and assign slots to the missing ones.
 
-    What was `used` least recently, at steps up to this one, makes room, of equals the lower slot.
+    The least recently `used` tokens, at steps up to this one, make room; ties: the lower slot.
     """
     slots, gone = torch.empty_like(tokens), torch.empty(2, *tokens.shape, dtype=torch.int64)
     counts = torch.empty(len(tokens), dtype=torch.int64)
@@ -180,7 +180,7 @@ def resolve_clusters_cpu(
 
 
 def spherical_kmeans(keys: Tensor, clusters: int, rounds: int) -> Tensor:
-    """Divide keys into `clusters`, some of which may stay empty, and improve them `rounds` times."""
+    """Divide keys [Hk, n, d] into `clusters`, some maybe empty, by `rounds` of k-means; return the clusters [Hk, n]."""
     x = keys.float()
     x = F.normalize(x - x.mean(1, keepdim=True), dim=-1)
     n = x.shape[1]
@@ -193,7 +193,7 @@ def spherical_kmeans(keys: Tensor, clusters: int, rounds: int) -> Tensor:
 
 
 def cluster_sums(x: Tensor, cluster: Tensor, clusters: int) -> Tensor:
-    """Add up vectors x [Hk, n, d] by their cluster [Hk, n], in the same order every time: [Hk, clusters, d] in fp32."""
+    """Sum vectors x [Hk, n, d] by their cluster [Hk, n], always in the same order: [Hk, clusters, d] in fp32."""
     members = cluster[:, None] == torch.arange(clusters, device=x.device)[:, None]  # [Hk, C, n]
     return members.float() @ x.float()
 

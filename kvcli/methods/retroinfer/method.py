@@ -1,26 +1,26 @@
 """RetroInfer: clusters of tokens, read where they matter and estimated where they matter less (arXiv 2505.02922).
 
 The KV cache is a vector store. Its index, the wave index (section 3), clusters keys by spherical k-means within long
-segments, for what lies near in a text points the same way. A step divides the tokens into zones:
+segments, because what lies near in a text points the same way. A step divides the tokens into zones:
 
     steady       sinks and recent tokens, read exactly
     retrieval    the clusters whose centroids score best, read exactly
-    estimation   those that follow: each counts as its number of tokens, all at its mean key with its mean value
+    estimation   the next ones: each counts as its number of tokens, all at its mean key with its mean value
     the rest     left out
 
 The estimate needs the index alone, and lets a head whose attention is spread over many tokens see most of it.
 
-KV lies in host memory; the device keeps a cache of the part `cached` of it, from which what was read least recently
-makes room (the wave buffer, section 4). Generated tokens stay in the steady zone until `update` of them have left the
-window, and are then clustered as one segment.
+KV lies in host memory; the device caches the part `cached` of it, from which the least recently read tokens make room
+(the wave buffer, section 4). Generated tokens stay in the steady zone until `update` of them have left the window, and
+are then clustered as one segment.
 
 Decided where the paper is silent or its reference code differs: the retrieval zone is as many of the best clusters as
-fit into `budget` beside sinks and window, so that methods compare at equal budgets; the paper takes 1.8 % of the
-clusters, 2,160 tokens of 120K. Tokens that wait for their update are attended to beside the budget. Keys are scaled to
-unit length about their segment's mean, and a token stays in its segment; the code weighs keys by their length, and
-assigns them once more among all segments. Host memory keeps tokens in their order, and what the cache holds are single
-tokens, where the paper has blocks of eight of a cluster. In the counters one token of one KV head is a page of size 1;
-the block cache's hits are pages that were asked for and not missed.
+fit into `budget` next to sinks and window, so that methods compare at equal budgets; the paper takes 1.8 % of the
+clusters, 2,160 tokens of 120K. Tokens that wait for their update are attended in addition to the budget. Keys are
+scaled to unit length about their segment's mean, and a token stays in its segment; the code weighs keys by their
+length, and assigns them once more among all segments. Host memory keeps tokens in their order, and the cache holds
+single tokens, where the paper has blocks of eight of a cluster. In the counters one token of one KV head is a page of
+size 1; the block cache's hits are pages that were asked for and not missed.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class RetroInferConfig(HostKVConfig, TokenConfig):
 
     @override
     def beside_budget(self, prompt: int, generated: int) -> int:
-        """Tokens that wait to be clustered."""
+        """Return the most tokens that wait to be clustered."""
         return self.update - 1
 
     @property
     def clustering(self) -> Clustering:
-        """How tokens are clustered."""
+        """The settings of clustering."""
         return Clustering(self.cluster, self.segment, self.rounds, self.update, self.estimation)
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class RetroInferConfig(HostKVConfig, TokenConfig):
 
 
 class RetroInfer(Method[RetroInferConfig, ClusteredTokenCache]):
-    """Reads the best clusters, estimates the next ones."""
+    """Reads the best clusters and estimates the next ones."""
 
     Config = RetroInferConfig
     title = "clusters of tokens by their mean key; the next ones are estimated"
@@ -97,13 +97,13 @@ class RetroInfer(Method[RetroInferConfig, ClusteredTokenCache]):
         self.selections = self.retrieved = 0  # of single KV heads; tokens of all these selections
 
     def new_cache(self, layer: LayerGeometry) -> ClusteredTokenCache:
-        """Keep the steady zone, the index and the block cache on the device, all tokens in host memory."""
+        """Make a cache with steady zone, index and block cache on the device, and all tokens in host memory."""
         config, context = self.config, self.context
         heads, tiers = (layer.num_kv_heads, layer.head_dim), config.tiers(context.tiers)
         return ClusteredTokenCache(heads, context.capacity, config.tokens, config.clustering, config.cached, tiers)
 
     def retrieve(self, layer: int, cache: ClusteredTokenCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Divide the clusters into zones, bring what is missing of the retrieval zone, attend to all three."""
+        """Divide the clusters into zones, recall what the retrieval zone misses, attend to all three."""
         if not cache.index.tokens:
             return super().retrieve(layer, cache, q, softmax)
         with self.span("select", layer):
@@ -118,7 +118,7 @@ class RetroInfer(Method[RetroInferConfig, ClusteredTokenCache]):
             return cache.attend_zones(q, zones, softmax)
 
     def statistics(self) -> dict[str, Any]:
-        """Say how many tokens a KV head retrieved in a step, as a mean, and how many clusters a layer has."""
+        """Return how many tokens a KV head retrieved per step, on average, and how many clusters a layer has."""
         if not self.selections:
             return {}
         clusters = max(cache.index.clusters for cache in self.retrieval.values())

@@ -1,12 +1,12 @@
-"""A layer whose keys are low-rank factors on the device and whose values lie in host memory (ShadowKV, section 4.1).
+"""The cache of ShadowKV: low-rank keys on the device, values in host memory (section 4.1).
 
 The rows on the device, k and v [Hk, rows, d], are in this order, and those that hold tokens are always a prefix:
 
-    [ outlier chunks | selected chunks, one set a KV head | local chunks, the partly filled one last | generated ]
+    [ outlier chunks | selected chunks, one set per KV head | local chunks, the partly filled one last | generated ]
 
-The keys of the selected chunks are rebuilt, all others are exact. A short context is not divided so: row j holds token
-j until there are more full chunks than places for them. Over slots the local chunks of a rolling window lie in a ring,
-with one place more for the chunk that is being filled: no row moves (`ShadowLayout.ring`).
+The keys of the selected chunks are rebuilt, all others are exact. A short context is not divided: row j holds token j
+until there are more full chunks than places for them. Over slots the local chunks of a rolling window lie in a ring,
+with one more place for the chunk that is being filled, so that no row moves (`ShadowLayout.ring`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from kvcli.models.rope import Rotary
 
 
-# Chunks summarised at once: fp32 copies of the keys stay this long.
+# Chunks that are summarised, or whose rotation is undone, at once; bounds the fp32 copies of keys.
 PIECE = 512
 
 
 class Landmarks:
-    """On the device: `means` [Hk, chunks, d], the mean key of each chunk; `excluded` [Hk, chunks] marks outliers.
+    """Landmarks on the device: `means` [Hk, chunks, d], the mean keys; `excluded` [Hk, chunks] marks outliers.
 
     Outliers are chunks that their mean represents badly; they are always attended to and never selected.
     """
@@ -58,7 +58,7 @@ class Landmarks:
         self.excluded = tiers.on_device(num_kv_heads, num_chunks, dtype=torch.bool).fill_(False)
 
     def fill(self, first: int, keys: Tensor) -> Tensor:
-        """Represent consecutive full chunks from `first` on: keys [Hk, n, c, d]; returns their fits [Hk, n]."""
+        """Compute the landmarks of full chunks from `first` on, keys [Hk, n, c, d]; return their fits [Hk, n]."""
         self.filled = first + keys.shape[1]
         fits = []
         for part in slices(keys.shape[1], PIECE):
@@ -67,26 +67,26 @@ class Landmarks:
         return torch.cat(fits, 1)
 
     def exclude_worst(self, fit: Tensor, count: int) -> Tensor:
-        """Mark the `count` chunks of worst fit [Hk, n] as outliers, and return them: [Hk, count]."""
+        """Mark the `count` chunks of worst fit [Hk, n] as outliers; return their numbers [Hk, count]."""
         chunks = outlier_chunks(fit, count)
         self.excluded.scatter_(1, chunks, True)
         return chunks
 
     def scores(self, q: Tensor, num_chunks: int, scale: float) -> Tensor:
-        """Score the first `num_chunks` with queries [H, d], outliers lowest: [Hk, num_chunks] in fp32."""
+        """Score the first `num_chunks` with queries [H, d], outliers lowest; return [Hk, num_chunks] in fp32."""
         return landmark_scores(q, self.means[:, :num_chunks], self.excluded[:, :num_chunks], scale)
 
     def settled(self) -> list[Settled]:
-        """Means do not change."""
+        """Return the means, which no longer change."""
         return [Settled(self.means, 1, self.filled)]
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Count the bytes on the device."""
         return nbytes(self.means, self.excluded)
 
 
 def chunk_landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Landmarks [Hk, n, d] of full chunks, keys [Hk, n, c, d], and their fits to these keys [Hk, n]; both in fp32.
+    """Return the landmarks [Hk, n, d] of full chunks, keys [Hk, n, c, d], and their fits [Hk, n]; both in fp32.
 
     L_j = mean_t k_jt      fit_j = min_t cos(L_j, k_jt)
     """
@@ -96,7 +96,7 @@ def chunk_landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def outlier_chunks(fit: Tensor, count: int) -> Tensor:
-    """The `count` chunks of each head that fit their landmark worst, of equals the lower: fit [Hk, n] -> [Hk, o]."""
+    """Return the `count` chunks per head that fit their landmark worst, fit [Hk, n] -> [Hk, count]; ties: the lower."""
     if count == 0:
         return torch.empty(fit.shape[0], 0, dtype=torch.int64, device=fit.device)
     return topk_pages(-fit, count)
@@ -107,23 +107,20 @@ def landmark_scores(q: Tensor, landmarks: Tensor, excluded: Tensor, scale: float
 
         s_j = max_g softmax_j(scale * q_g . L_j)
 
-    The softmax of each query head runs over the chunks that can be selected, the maximum over the G heads of a KV head;
-    an excluded chunk gets -1, less than any other.
+    The softmax of each query head runs over the selectable chunks, the maximum over the G query heads of a KV head. An
+    excluded chunk gets -1, less than any other.
     """
     scores = token_scores(q.float(), landmarks.float(), scale)  # [Hk, G, n]
     weights = pool_scores(scores.masked_fill(excluded[:, None], float("-inf")), "max_s")
     return weights.masked_fill(excluded, -1.0)
 
 
-# Chunks whose keys are un-rotated at once: fp32 copies of them stay this long.
-
-
 class LowRankKeys:
-    """On the device: `a` [chunks, c, r] and `b` [Hk, r, d], whose product are the keys without their rotation.
+    """Low-rank keys on the device: the product of `a` [chunks, c, r] and `b` [Hk, r, d] is the keys without rotation.
 
-    The factorised matrix has a row for each token, the keys of its heads side by side; r is `rank`, at most Hk*d. The
+    The factorised matrix has one row per token, the keys of its heads concatenated; r is `rank`, at most Hk*d. The
     factors are computed in fp32 and kept in the cache's dtype. With `refreshable` the Gram matrix `gram` [Hk*d, Hk*d]
-    of all keys seen is kept, by which they can be factorised again.
+    of all keys seen is kept, so that they can be factorised again.
     """
 
     def __init__(
@@ -149,7 +146,7 @@ class LowRankKeys:
 
     @property
     def error(self) -> float | None:
-        """Relative error (Frobenius) of the keys that `fit` stored against the exact ones; None before it."""
+        """Relative error (Frobenius) of the keys that `fit` stored; None before it."""
         error, keys = self.squares.tolist()
         return (error / keys) ** 0.5 if keys else None
 
@@ -170,7 +167,7 @@ class LowRankKeys:
             self.squares += torch.stack((error.square().sum(), exact.square().sum()))
 
     def put(self, chunk: int, k: Tensor) -> None:
-        """Store one chunk k [Hk, c, d] by the present factor."""
+        """Store one chunk k [Hk, c, d] by the current factor."""
         start = chunk * self.chunk
         exact = self._unrotated(k, start)
         self._project(chunk, exact)
@@ -181,7 +178,7 @@ class LowRankKeys:
     def refresh(self, num_chunks: int) -> None:
         """Factorise again by the Gram matrix of the exact keys seen, and convert the stored chunks to the new factor.
 
-        What the old factor left out of these chunks stays lost; later chunks have the new factor's full accuracy.
+        What the old factor lost of these chunks stays lost; later chunks have the full accuracy of the new factor.
         """
         old = self._factor().clone()  # it may share memory with what is overwritten next
         self._set_factor(right_factor(self.gram, self.rank))
@@ -190,11 +187,11 @@ class LowRankKeys:
             self.a[part] = (self.a[part].float() @ change).to(self.a.dtype)
 
     def rebuild(self, heads: Tensor, chunks: Tensor) -> Tensor:
-        """Rebuild the keys, rotated to their positions, of `chunks` [m] of `heads` [m] (ascending): [m, c, d], fp32."""
+        """Rebuild and rotate the keys of `chunks` [m] of `heads` [m] (ascending); return [m, c, d] in fp32."""
         return self._rotated(rebuild_keys(self.a, self.b, heads, chunks), chunks)
 
     def rebuild_missing(self, misses: Misses, k: Tensor) -> None:
-        """Rebuild likewise the chunks that `misses` lists, in their slots of k [Hk, slots, c, d]."""
+        """Rebuild the chunks that `misses` lists, directly in their slots of k [Hk, slots, c, d]."""
         if shadowkv_kernels.rebuild_loops_suit(self.a, self.b, k):
             rotation = None if self.rotary is None else self.rotary.rotation(k.shape[3])
             shadowkv_kernels.rebuild_keys_cpu(self.a, self.b, misses, rotation, k)
@@ -202,23 +199,23 @@ class LowRankKeys:
             k[misses.heads, misses.slots] = self.rebuild(misses.heads, misses.pages).to(k.dtype)
 
     def rebuilt_from(self, chunks: int) -> int:
-        """Bytes that so many chunks of a KV head are rebuilt of: their rows, and every head's factor."""
+        """Count the bytes read to rebuild `chunks` chunks of a KV head: their rows of `a`, and every head's factor."""
         return chunks * self.chunk * self.rank * self.a.element_size() + nbytes(self.b)
 
     def rebuilding(self, chunks: int) -> int:
-        """Operations that rebuild so many chunks of a KV head."""
+        """Count the operations that rebuild `chunks` chunks of a KV head."""
         return 2 * chunks * self.chunk * self.rank * self.b.shape[-1]
 
     def settled(self) -> list[Settled]:
-        """Chunks do not change, unless they are factorised again."""
+        """Return the stored chunks, which change only where they can be factorised again."""
         return [Settled(self.a, 0, 0 if len(self.gram) else self.stored, self.stored)]
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Count the bytes on the device."""
         return nbytes(self.a, self.b, self.gram, self.squares)
 
     def _unrotated(self, k: Tensor, start: int) -> Tensor:
-        """Undo the rotation of keys k [Hk, n, d] of tokens from position `start` on: [n, Hk*d] in fp32."""
+        """Undo the rotation of keys k [Hk, n, d] of tokens from position `start` on; return [n, Hk*d] in fp32."""
         k = k.float()
         if self.rotary is not None:
             k = self.rotary.unrotate(k, torch.arange(start, start + k.shape[1], device=k.device))
@@ -238,7 +235,7 @@ class LowRankKeys:
         self.b.copy_(factor.view(self.rank, *self.b.shape[::2]).transpose(0, 1))
 
     def _project(self, first: int, exact: Tensor) -> None:
-        """Store consecutive chunks from `first` on, their un-rotated keys `exact` [n * c, Hk*d]."""
+        """Store chunks from `first` on, given their un-rotated keys `exact` [n * c, Hk*d]."""
         rows = exact @ self._factor().T  # [n * c, r]
         self.stored = first + len(rows) // self.chunk
         self.a[first : self.stored] = rows.view(-1, self.chunk, self.rank).to(self.a.dtype)
@@ -246,10 +243,10 @@ class LowRankKeys:
 
 @dataclass(frozen=True)
 class ShadowLayout:
-    """Sizes in chunks of `size` tokens: `outliers`, `selected` and, at least, `local` ones; and the `rank` of the keys.
+    """Sizes in chunks of `size` tokens: `outliers`, `selected` and at least `local` chunks; and the `rank` of the keys.
 
-    With `rolling` generated tokens leave the device as the local window moves on; else all of them stay. The keys are
-    factorised again after every `refresh` generated tokens.
+    With `rolling`, generated tokens leave the device as the local window moves on; otherwise they all stay. The keys
+    are factorised again after every `refresh` generated tokens.
     """
 
     size: int
@@ -263,7 +260,7 @@ class ShadowLayout:
 
     @property
     def total(self) -> int:
-        """Chunks of the prompt on the device once the context is divided, the partly filled one not counted."""
+        """Full chunks of the prompt on the device once the context is divided."""
         return self.outliers + self.selected + self.local
 
     @property
@@ -272,24 +269,24 @@ class ShadowLayout:
         return (self.outliers + self.selected) * self.size
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Round keys or values to what fp8 can hold, where that is asked for; they keep their dtype."""
+        """Round keys or values to fp8 precision, if `fp8` is set; the dtype stays."""
         return x.to(torch.float8_e5m2).to(x.dtype) if self.fp8 else x
 
     @property
     def ring(self) -> SlotLayout:
-        """The rows of a rolling window where none of them moves: a chunk takes the slot of the one that has left."""
+        """The rows of a rolling window that moves no row: a new chunk takes the slot of the one that has left."""
         return SlotLayout(self.size, self.outliers + self.selected, 0, self.local + 1, early=True)
 
     def active(self, length: int) -> bool:
-        """Tell whether a context of `length` tokens has to be divided."""
+        """Return whether a context of `length` tokens has to be divided."""
         return length // self.size > self.total
 
     def divides_between(self, prompt: int, capacity: int) -> bool:
-        """Tell whether a prompt of `prompt` tokens is divided on its way to `capacity`, and not before."""
+        """Return whether a prompt of `prompt` tokens is divided on its way to `capacity`, and not before."""
         return self.rolling and self.active(capacity) and not self.active(prompt)
 
     def stored(self, capacity: int, prompt: int) -> int:
-        """The most chunks that leave the device, of a prompt of `prompt` tokens continued to `capacity`."""
+        """Return the most chunks that leave the device, for a prompt of `prompt` tokens continued to `capacity`."""
         longest = capacity if self.rolling else prompt
         return longest // self.size - self.local if self.active(longest) else 0
 
@@ -303,16 +300,16 @@ class ShadowLayout:
         return tokens * width // self.size + 2 * chunks * self.size * width + tokens * rank + rank * width
 
     def rows(self, capacity: int, prompt: int) -> int:
-        """The most tokens on the device, of a prompt of `prompt` tokens continued to `capacity`."""
+        """Return the most tokens on the device, for a prompt of `prompt` tokens continued to `capacity`."""
         generated = 0 if self.rolling else capacity - prompt
         return min(capacity, (self.total + 1) * self.size + generated)
 
 
 class ShadowCache(ResidentCache):
-    """The chunks before the local window: values in host memory, low-rank keys and landmarks on the device.
+    """The cache of a layer: chunks before the local window have values in host memory and low-rank keys on the device.
 
-    Also on the device are the rows, and `resident` [Hk, selected], the chunk in each selected slot, or EMPTY. `prompt`
-    is the length of the prompt where it is known; else there is room for any split of `capacity`.
+    The device also holds their landmarks, the rows, and `resident` [Hk, selected], the chunk in each selected slot, or
+    EMPTY. `prompt` is the length of the prompt where it is known; otherwise there is room for any split of `capacity`.
     """
 
     def __init__(
@@ -329,7 +326,7 @@ class ShadowCache(ResidentCache):
         self.divides = layout.divides_between(0 if prompt is None else prompt, capacity)  # unless the prompt was longer
         super().__init__(heads, d, layout.rows(capacity, 0 if prompt is None else prompt), tiers)
         self.layout, self.selected = layout, layout.selected  # chunks that a step selects
-        self.num_chunks = 0  # those before the local window; none until the context is divided
+        self.num_chunks = 0  # before the local window; none until the context is divided
         self.divided_at = 0  # tokens seen when it was divided
         self.resident = tiers.on_device(heads, layout.selected, dtype=torch.int64)  # chunk in each selected slot
         self.keys = LowRankKeys((heads, d), layout.size, num_chunks, layout.rank, rotary, tiers, bool(layout.refresh))
@@ -338,7 +335,7 @@ class ShadowCache(ResidentCache):
 
     @property
     def active(self) -> bool:
-        """Tell whether the context is divided, so that chunks have to be selected."""
+        """Whether the context is divided, so that chunks have to be selected."""
         return self.num_chunks > 0
 
     @override
@@ -366,7 +363,7 @@ class ShadowCache(ResidentCache):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        """Store the current token; with a rolling window, the chunk that leaves it goes to the host."""
+        """Store the current token; with a rolling window, move the chunk that leaves it to the host."""
         self._fill(self._held, self.layout.rounded(k)[:, None], self.layout.rounded(v)[:, None])
         self.length += 1
         if not self.layout.rolling:
@@ -384,7 +381,7 @@ class ShadowCache(ResidentCache):
 
     @property
     def candidates(self) -> range:
-        """Chunks that are scored: those before the local window, outliers among them, which score lowest."""
+        """Chunks that are scored: those before the local window, including outliers, which score lowest."""
         return range(self.num_chunks)
 
     def recall(self, selected: Tensor) -> tuple[list[int], int]:
@@ -394,7 +391,7 @@ class ShadowCache(ResidentCache):
         moved.
         """
         misses = resolve_pages(self.resident, selected)
-        on_host = misses.pages.to("cpu"), misses.heads.to("cpu")  # waits for the device, before it is given more work
+        on_host = misses.pages.to("cpu"), misses.heads.to("cpu")  # waits for the device, so before more work is queued
         self.keys.rebuild_missing(misses, self._slots(self.k))
         values = self.values.fetch(*on_host)[:, 0]  # [m, c, d]
         self._slots(self.v)[misses.heads, misses.slots] = values
@@ -422,10 +419,10 @@ class ShadowCache(ResidentCache):
 
     @override
     def as_slots(self) -> LayerSlots:
-        """Lay the cache out in slots; the context has to be divided already, or never be.
+        """Lay the cache out in slots; the context must be divided already, or never be.
 
-        A rolling window becomes a ring, and the chunk that leaves it with the next token is stored: over slots that is
-        done one token before.
+        A rolling window becomes a ring. The chunk that leaves it with the next token is stored now, because over slots
+        this happens one token earlier.
         """
         layout, low_rank, marks = self.layout, self.keys, self.landmarks
         rolls, room = layout.rolling and self.active, marks.means.shape[1]
@@ -464,7 +461,7 @@ class ShadowCache(ResidentCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count, of the chunks recalled, the values, and what the keys are rebuilt of."""
+        """Estimate the traffic of a step; a recalled chunk moves its values, and its keys are rebuilt on the device."""
         token, layout = nbytes(self.k[:, :1], self.v[:, :1]), self.layout
         stored = min(self.landmarks.means.shape[1], length // layout.size - layout.local)
         if stored <= 0 or not layout.active(length):
@@ -481,7 +478,7 @@ class ShadowCache(ResidentCache):
 
     @property
     def covered(self) -> int:
-        """Tokens that this layout covers: all but generated ones that stay on the device."""
+        """Tokens that this layout covers: all but generated tokens that stay on the device."""
         return self.length if self.layout.rolling else self.divided_at
 
     @property
@@ -492,17 +489,17 @@ class ShadowCache(ResidentCache):
         return self.layout.local_row + self.length - self.num_chunks * self.layout.size
 
     def _slots(self, rows: Tensor) -> Tensor:
-        """View the selected chunks of k or v: [Hk, selected, c, d]."""
+        """View the selected chunks of k or v as [Hk, selected, c, d]."""
         layout = self.layout
         return paged(rows[:, layout.outliers * layout.size : layout.local_row], layout.size)
 
     def _fill(self, row: int, k: Tensor, v: Tensor) -> None:
-        """Put k, v [Hk, n, d] into the rows from `row` on."""
+        """Write k, v [Hk, n, d] to the rows from `row` on."""
         self.k[:, row : row + k.shape[1]] = k
         self.v[:, row : row + k.shape[1]] = v
 
     def _divide(self, k: Tensor, v: Tensor) -> int:
-        """Divide the context so far, k and v [Hk, s, d], among its places; returns the bytes written to the host."""
+        """Divide the context so far, k and v [Hk, s, d], among its places; return the bytes written to the host."""
         layout, size = self.layout, self.layout.size
         self.num_chunks, self.divided_at = k.shape[1] // size - layout.local, k.shape[1]
         away = self.num_chunks * size
@@ -515,7 +512,7 @@ class ShadowCache(ResidentCache):
         return self.values.write(0, chunks_v)
 
     def _store_oldest(self) -> int:
-        """Represent the oldest local chunk and write its values to the host; returns the bytes written."""
+        """Store landmark, low-rank keys and (on the host) values of the oldest local chunk; return bytes written."""
         start, size = self.layout.local_row, self.layout.size
         k, v = (rows[:, start : start + size] for rows in (self.k, self.v))
         self.landmarks.fill(self.num_chunks, k[:, None])
@@ -523,14 +520,14 @@ class ShadowCache(ResidentCache):
         return self.values.write(self.num_chunks, v[:, None])
 
     def _turn_window(self) -> None:
-        """Put the local rows where the ring has them."""
+        """Move the local rows to their places in the ring."""
         start, size, held = self.layout.local_row, self.layout.size, self._held
         positions = torch.arange(self.num_chunks * size, self.length, device=self.k.device)
         rows = slot_of_page(positions // size, self.layout.ring) * size + positions % size
         self.kv[:, :, rows] = self.kv[:, :, start:held].clone()
 
     def _offload_oldest(self) -> int:
-        """Store the oldest local chunk, and move the others up; returns the bytes written."""
+        """Store the oldest local chunk and move the others up; return the bytes written."""
         start, size, held = self.layout.local_row, self.layout.size, self._held
         written = self._store_oldest()
         for rows in (self.k, self.v):
@@ -546,11 +543,11 @@ class ShadowCache(ResidentCache):
 
 
 def summarise(layers: Mapping[int, ShadowCache], pages: report.Cache) -> dict[str, Any]:
-    """Return plain data for the report, of the layers whose keys are factorised; nothing where there is none.
+    """Return plain data for the report, about the layers with factorised keys; empty where there are none.
 
-    `key_error` is the relative error (Frobenius) of the prompt's keys as stored, the worst of all layers and layer by
-    layer. `memory_saving` is the factor of the paper's appendix A.2 as corrected, `bytes_saved` the same in bytes, both
-    for the tokens that are kept in this way. `outlier_bytes_on_host`: values of outliers lie in host memory as well,
+    `key_error` is the relative error (Frobenius) of the prompt's keys as stored, the worst of all layers and per layer.
+    `memory_saving` is the factor of the paper's appendix A.2 as corrected, `bytes_saved` the same in bytes, both for
+    the tokens that are stored in this way. `outlier_bytes_on_host`: the values of outliers lie in host memory as well,
     where a chunk's place is its number; the paper leaves them out.
     """
     active = {layer: cache for layer, cache in layers.items() if cache.active}

@@ -1,30 +1,32 @@
-"""Keys made of their low-rank factors, turned to their positions, straight into their slots (ShadowKV, section 4.1).
+"""Kernels of ShadowKV: rebuild keys from low-rank factors (section 4.1), and store a leaving chunk (appendix A.1).
+
+Rebuilt keys are rotated to their positions and written directly to their slots:
 
     x_t = A_t B_h      k_tc = x_tc * cos(t, c) + x_t,partner(c) * sign(c) * sin(t, c)
 
-The partner of a channel is the other one of its rotary pair, and x_t,partner = A_t (B_h with its columns exchanged): so
-any layout of the pairs is two products and no exchange of results.
+The partner of a channel is the other one of its rotary pair, and x_t,partner = A_t (B_h with its columns exchanged). So
+two products serve any layout of the pairs, and results need not be exchanged.
 
 Shapes: a [b, n, c, r], factor B [b, Hk, r, d], misses [b, Hk, k] as in `kvcli.kernels.page_table`, cos and sin
 [positions, w] fp32 with the attention scaling in them -> rows of k [b, Hk, rows, d].
 
-The chunk that leaves the local window with the next token: its mean key and its low-rank keys (ShadowKV+).
+ShadowKV+ stores the mean key and the low-rank keys of the chunk that leaves the local window with the next token.
 
-With c tokens in a chunk and a ring of w chunks, the one that the next token goes into among them, a sequence of L
-tokens loses chunk
+With c tokens in a chunk and a ring of w chunks, including the one that the next token goes into, a sequence of L tokens
+loses chunk
 
     j = (L + 1) / c - w        where that is a whole number and the sequence has outgrown its slots
 
-of which is kept (arXiv 2410.21465, appendix A.1), x_t being its keys without their rotation to positions j*c and on,
+and stores (arXiv 2410.21465, appendix A.1), x_t being the chunk's keys without their rotation to positions j*c and on,
 
     mean_h = 1/c sum_t k_ht      A_t = sum_h x_ht B_h^T
     x_tc = (k_tc * cos(t, c) - k_t,partner(c) * sign(c) * sin(t, c)) / (cos^2(t, c) + sin^2(t, c))
 
-The divisor takes the attention scaling out, with which the keys were rotated. Every program looks at the length on the
+The divisor removes the attention scaling with which the keys were rotated. Every program reads the length on the
 device: a step takes no decision on the host.
 
-Shapes: rows as in `kvcli.kernels.page_table`, whose ring is left `early`; factor B [b, Hk, r, d], rotation as
-above -> a [b, n, c, r], means [b, Hk, n, d], and numbers [b].
+Shapes: rows as in `kvcli.kernels.page_table`, whose ring is left `early`; factor B [b, Hk, r, d], rotation as above ->
+a [b, n, c, r], means [b, Hk, n, d], and numbers [b].
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ from kvcli.kernels._triton import jit, launch, power_of_two, require, require_wh
 from kvcli.kernels.norm_rope import Rotation, at_positions, rotated
 from kvcli.kernels.page_table import Misses, MissList, PagedKV, active, slot_of, slot_of_page
 
-BLOCK_ELEMENTS = 4096  # of the keys that a program rebuilds
-BLOCK_R = 32  # of the rank that a program takes at once
+BLOCK_ELEMENTS = 4096  # of keys rebuilt per program
+BLOCK_R = 32  # of the rank, per iteration or program
 
 
 def rebuild_missing_keys_ref(
     a: Tensor, factor: Tensor, misses: MissList, rotation: Rotation | None, k: Tensor, first: int
 ) -> None:
-    """Rebuild head by head in at least fp32."""
+    """Reference of `rebuild_missing_keys`: head by head in at least fp32."""
     dtype, size = torch.promote_types(a.dtype, torch.float32), a.shape[2]
     for b, h in (misses.counts > 0).nonzero().tolist():
         count = int(misses.counts[b, h])
@@ -92,7 +94,7 @@ def _rebuild_kernel(
 ) -> None:
     pair = tl.program_id(0)  # a KV head of a sequence
     missed = tl.load(count + pair)
-    key = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # of all keys that the head misses
+    key = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # among all keys that the head misses
     if tl.program_id(1) * BLOCK_M >= missed * SIZE:
         return
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
@@ -134,10 +136,10 @@ def _rebuild_kernel(
 def rebuild_missing_keys(
     a: Tensor, factor: Tensor, misses: MissList, rotation: Rotation | None, k: Tensor, first: int
 ) -> None:
-    """Rebuild the keys of the chunks that `misses` lists and write them to their slots, of which `first` is slot 0.
+    """Rebuild the keys of the chunks that `misses` lists and write them to their slots; `first` is slot 0.
 
-    a [b, n, c, r] and factor [b, Hk, r, d] hold un-rotated keys; chunk j stands at positions j*c and on. rotation is
-    None in a layer without rotary positions. May be captured in a CUDA graph: the list's length is read on the device.
+    a [b, n, c, r] and factor [b, Hk, r, d] hold un-rotated keys; chunk j starts at position j*c. rotation is None in a
+    layer without rotary positions. Can be captured in a CUDA graph: the list's length is read on the device.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
@@ -173,14 +175,14 @@ def rebuild_missing_keys(
     return None
 
 
-PIECE = 8  # chunks that a thread takes at once
-LINE = 16  # numbers that come from memory together
+PIECE = 8  # chunks per thread at once
+LINE = 16  # numbers in a cache line
 
 
 @inlined
 def _multiply(a: Any, row: int, b: Any, factor: int, size: int, rank: int, d: int, out: Any) -> None:
-    # Eight rows of the factor at once, which serve for all tokens of the chunk: a sum is then read and written once for
-    # eight products, and the factor, which fills the first cache, is read once a chunk.
+    # Take eight rows of the factor at once, for all tokens of the chunk: a sum is then read and written once per eight
+    # products, and the factor, which fills the L1 cache, is read once per chunk.
     out[:] = 0
     whole = rank - rank % 8
     for r in range(0, whole, 8):
@@ -204,8 +206,8 @@ def _multiply(a: Any, row: int, b: Any, factor: int, size: int, rank: int, d: in
 
 @inlined
 def _are_halves(partner: Any, column: Any, turned: int) -> bool:
-    # Whether a channel's partner stands half the width away, and its cosine where the channel does: no look-up is
-    # needed then, and registers are filled at once.
+    # Whether a channel's partner is half the width away, and its cosine at the channel's own index: then no look-up is
+    # needed and vector loads can be used.
     half, found = turned // 2, True
     for c in range(half):
         found &= partner[c] == c + half and partner[c + half] == c
@@ -216,7 +218,7 @@ def _are_halves(partner: Any, column: Any, turned: int) -> bool:
 
 @cache
 def _loop(d: int) -> Any:
-    """Make the loop over keys of d numbers; with a size that is known they stay in the processor's registers."""
+    """Make the loop over keys of d numbers; a size known at compile time lets them stay in registers."""
 
     @compiled
     def rebuild(
@@ -241,7 +243,7 @@ def _loop(d: int) -> Any:
             own, halves = keys[piece], _are_halves(partner, column, turned)
             first = piece * PIECE
             last = min(first + PIECE, len(chunks))
-            touched = np.float32(0)  # has all that is read on its way from memory at once
+            touched = np.float32(0)  # prefetches: all cache lines are requested at once
             for i in range(first, last):
                 for c in range(chunks[i] * size * rank, (chunks[i] + 1) * size * rank, LINE):
                     touched += a[c]
@@ -271,28 +273,30 @@ def _loop(d: int) -> Any:
 
 
 def rebuild_loops_suit(a: Tensor, b: Tensor, k: Tensor) -> bool:
-    """Tell whether this can make keys of these factors there."""
+    """Return whether `rebuild_keys_cpu` can rebuild keys of these factors into k."""
     return serves(a, b, k) and a.is_contiguous() and b.is_contiguous()
 
 
 def rebuild_keys_cpu(a: Tensor, b: Tensor, misses: Misses, rotation: Rotation | None, k: Tensor) -> None:
-    """Rebuild the keys of the chunks that `misses` lists, each in its slot; they are not turned without a rotation."""
+    """Rebuild the keys of the chunks that `misses` lists, each in its slot; without a rotation they are not rotated."""
     (_, size, rank), d, count = a.shape, b.shape[2], len(misses.pages)
     if rotation is None:
         nothing, none = a.new_empty(0, 0), torch.empty(0, dtype=torch.int32)
         rotation = Rotation(nothing, nothing, none, none, a.new_empty(0))
-    sizes = size, rank, int((rotation.column >= 0).sum())  # channels that are turned come first
+    sizes = size, rank, int((rotation.column >= 0).sum())  # rotated channels come first
     keys = a.new_empty(-(-count // PIECE), size * d)
     strides = np.array(k.stride()[:3])
     run(_loop(d), count * size * rank * d, flat(a), flat(b), sizes, *misses, *rotation, flat(k), strides, keys)
 
 
-CHUNK_ELEMENTS = 512  # of the keys that a program holds at once: in fp32 products take many registers
+CHUNK_ELEMENTS = 512  # of keys held at once per program: fp32 products take many registers
 
 
 class StoredChunks(NamedTuple):
-    """The chunks before the window: a [b, n, c, r], means [b, Hk, n, d], and [b] int32 each, how many can be selected,
-    how many there is room for, and the tokens up to the end of the one that leaves, 0 where none does.
+    """The chunks before the window: a [b, n, c, r], means [b, Hk, n, d], and three counts [b] int32.
+
+    `chunks` counts the selectable chunks, `room` those there is room for, and `left` the tokens up to the end of the
+    leaving chunk, 0 where none leaves.
     """
 
     a: Tensor
@@ -302,7 +306,7 @@ class StoredChunks(NamedTuple):
     left: Tensor
 
     def check(self, rows: PagedKV, factor: Tensor) -> None:
-        """Raise ValueError where shapes, dtypes or strides are not those of chunks of these rows."""
+        """Raise ValueError where shapes, dtypes or strides do not fit these rows."""
         (b, num_kv_heads, _, d), n, size, rank = rows.k.shape, self.a.shape[1], rows.layout.size, factor.shape[2]
         require("a", self.a, (b, n, size, rank), factor.dtype)
         if self.a.stride()[1:] != (size * rank, rank, 1):
@@ -313,7 +317,7 @@ class StoredChunks(NamedTuple):
 
 
 def keep_leaving_chunk_ref(rows: PagedKV, factor: Tensor, rotation: Rotation | None, stored: StoredChunks) -> None:
-    """Sequence by sequence, in at least fp32."""
+    """Reference of `keep_leaving_chunk`: sequence by sequence, in at least fp32."""
     dtype, size = torch.promote_types(rows.k.dtype, torch.float32), rows.layout.size
     chunk = (rows.lengths + 1) // size - rows.layout.window
     leaves = active(rows.lengths, rows.layout) & ((rows.lengths + 1) % size == 0) & (chunk < stored.room)
@@ -330,7 +334,7 @@ def keep_leaving_chunk_ref(rows: PagedKV, factor: Tensor, rotation: Rotation | N
 
 
 def unrotated(keys: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-    """Undo the rotation of keys [.., n, d] to positions [n] in plain torch; in the precision of both."""
+    """Undo the rotation of keys [.., n, d] at positions [n] in plain torch, in the precision of both."""
     cos, sin = at_positions(positions, rotation)
     return (keys * cos - keys[..., rotation.partner] * sin) / (cos.square() + sin.square())
 
@@ -366,7 +370,7 @@ def _leaving_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # a sequence, some of the rank
+    b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # a sequence, a part of the rank
     length = tl.load(lengths + b)
     chunk = (length + 1) // SIZE - window
     leaves = (length // SIZE >= first + window) & ((length + 1) % SIZE == 0) & (chunk < tl.load(room + b))
@@ -401,7 +405,7 @@ def _leaving_kernel(
                 keys = (keys * cosine - other * sine * sign[None, :]) / (cosine * cosine + sine * sine)
             in_factor = (r < R)[:, None] & (c < D)[None, :]
             right = tl.load(factor + (pair * R + r[:, None]) * D + c[None, :], mask=in_factor, other=0.0)
-            # Keys without their rotation have all digits of fp32, and so few of them have time for it.
+            # Un-rotated keys use the full fp32 precision, and so few of them can afford it.
             found += tl.dot(keys, tl.trans(right.to(tl.float32)), input_precision="ieee")
     target = a + b * a_batch + position[:, None] * R + r[None, :]
     tl.store(target, found.to(a.dtype.element_ty), mask=(t < SIZE)[:, None] & (r < R)[None, :])
@@ -410,10 +414,11 @@ def _leaving_kernel(
 
 
 def keep_leaving_chunk(rows: PagedKV, factor: Tensor, rotation: Rotation | None, stored: StoredChunks) -> None:
-    """Store what is kept of the keys of the chunk that leaves, of every sequence that loses one with its next token.
+    """Store mean key and low-rank keys of the chunk that the next token pushes out, for every sequence that loses one.
 
-    Its values are the pages that `stored.left` tokens have filled, see `kvcli.kernels.append`. rotation is None in
-    a layer without rotary positions. The rows are read until the kernel has finished. May be captured in a CUDA graph.
+    Its values are written as the page that ends at `stored.left` tokens, see `kvcli.kernels.append`. rotation is None
+    in a layer without rotary positions. The rows are read until the kernel has finished. Can be captured in a CUDA
+    graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read, and for rings that are not left early.
     """

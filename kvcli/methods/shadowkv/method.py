@@ -1,24 +1,24 @@
 """ShadowKV: low-rank keys on the device, values in host memory (arXiv 2410.21465, sections 3 and 4).
 
-Keys without their rotation have low rank within a sequence, values do not. So the prompt's keys are factorised, K ~ A B
-with the heads side by side, and only values leave the device. A step scores the mean key of every chunk (its landmark),
+Keys without their rotation have low rank within a sequence; values do not. So the prompt's keys are factorised, K ~ A B
+with the heads concatenated, and only values leave the device. A step scores the mean key of every chunk (its landmark),
 fetches the values of the best chunks, rebuilds their keys and rotates them to their original positions, and attends to
 
     [ outliers | selected | local | generated ]
 
-Outliers are the chunks whose keys fit their landmark worst; they, the last chunks of the prompt and what is generated
-stay exact on the device. Chunks that the step before selected are hits: neither fetched nor rebuilt. With `plus`
-(ShadowKV+, appendix A.1) generated tokens are treated like the prompt's: the local window moves on, and a chunk that it
-leaves behind is projected by the same factor, gets a landmark and goes to the host.
+Outliers are the chunks whose keys fit their landmark worst. Outliers, the last chunks of the prompt and generated
+tokens stay exact on the device. Chunks that the previous step selected are hits: neither fetched nor rebuilt. With
+`plus` (ShadowKV+, appendix A.1) generated tokens are treated like the prompt's: the local window moves on, and a chunk
+that leaves it is projected by the same factor, gets a landmark and goes to the host.
 
 Decided where the paper is silent:
-- `budget` counts selected tokens, as in the paper; outliers, local and generated tokens are attended to beside it.
+- `budget` counts selected tokens, as in the paper; outliers, local and generated tokens are attended in addition.
 - As long as the prompt fits into budget, outliers and local tokens together, everything stays exact and is attended to,
   so that an ample budget is full attention. Nothing is factorised then, and without `plus` nothing ever has to be:
   generated tokens stay. With `plus` the context is divided as soon as it outgrows that room.
-- The local window is the last `local` full chunks and what follows them (the reference code keeps as much).
+- The local window is the last `local` full chunks and the tokens after them (the reference code keeps as much).
 - `svd_refresh` is the variant that FreeKV compared with (arXiv 2505.13109, appendix A): every so many generated tokens
-  a new factor is made of all exact keys seen, and the tokens stored are carried over to it (`LowRankKeys.refresh`).
+  a new factor is made of all exact keys seen, and the stored tokens are converted to it (`LowRankKeys.refresh`).
 - The factorisation is by the Gram matrix, as good as an SVD in fp32 and faster; `kvcli.kernels.key_bases` has numbers.
 """
 
@@ -60,11 +60,11 @@ class ShadowKVConfig(HostKVConfig):
     @property
     @override
     def stays_in_place(self) -> bool:
-        return not self.svd_refresh  # which factorises anew; a cache says whether it is divided on the way
+        return not self.svd_refresh  # a refresh factorises anew; the cache knows whether the context gets divided
 
     @override
     def beside_budget(self, prompt: int, generated: int) -> int:
-        """Outliers, local chunks, the partly filled one, and what is generated."""
+        """Count the tokens of outliers, local chunks and the partly filled one, and without `plus` generated ones."""
         return (self.outliers + self.local + 1) * self.chunk - 1 + (0 if self.plus else generated)
 
     @property
@@ -103,7 +103,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     true_kv: ClassVar[dict[str, Any] | None] = {"rank": 1 << 20, "fp8": False}
 
     def new_cache(self, layer: LayerGeometry) -> ShadowCache:
-        """Keep values in host memory and the rest in its several forms on the device."""
+        """Make a cache with values in host memory and low-rank keys, landmarks and exact chunks on the device."""
         context, config = self.context, self.config
         rotary, tiers = context.rotary[layer.index], config.tiers(context.tiers)
         return ShadowCache(layer, context.capacity, context.prompt_tokens, config.layout, rotary, tiers)
@@ -115,5 +115,5 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
         return StepPlan(LandmarkScores(), fetch=fetch, rounds=self.config.layout.rounded if self.config.fp8 else None)
 
     def statistics(self) -> dict[str, Any]:
-        """Say how well the keys are kept and what that saves; nothing where nothing was factorised."""
+        """Return the accuracy of the stored keys and the memory saved; empty where nothing was factorised."""
         return summarise(self.retrieval, self.context.counters.cache())

@@ -1,4 +1,4 @@
-"""Chunks by their mean keys, whose values are fetched while their keys are rebuilt (ShadowKV)."""
+"""The step of ShadowKV: chunks selected by their mean keys, values fetched while keys are rebuilt."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvcli.methods.step import BatchSlots, Index, ScoredIndex
 
 
 class LandmarkScores(Index):
-    """The softmax of each query head over the mean keys of chunks, and its maximum over the group.
+    """Scores chunks by each query head's softmax over the mean keys, and its maximum over the group.
 
-    Outliers score less than any other.
+    Outliers score lower than any other chunk.
     """
 
     @override
@@ -35,10 +35,10 @@ class LandmarkScores(Index):
 
 
 class LandmarkScoresOverSlots(ScoredIndex):
-    """The same of a batch, by `means` and `excluded`, of so many `chunks` as can be selected.
+    """`LandmarkScores` for a batch, by `means` and `excluded`; `chunks` counts the selectable chunks.
 
-    Where the window rolls, a chunk is stored with the token before the one that moves it out: the next step can select
-    it. Else what is generated changes nothing.
+    In a rolling window, a chunk is stored one token before it leaves, so that the next step can select it. Otherwise
+    generated tokens change nothing.
     """
 
     needs_newest = False
@@ -73,21 +73,21 @@ class LandmarkScoresOverSlots(ScoredIndex):
 
 
 class RebuiltKeys:
-    """Makes the keys of chunks that are missing, by the factors `a` and `b`, straight in their slots."""
+    """Rebuilds the keys of missing chunks from the factors `a` and `b`, directly in their slots."""
 
     def __init__(self, slots: BatchSlots):
         self.a, self.b, self.k, self.first = slots.tensors["a"], slots.tensors["b"], slots.rows.k, slots.into.sink
-        self.parts = rotations(slots) if self.a.numel() else []  # no sequence has any chunks
+        self.parts = rotations(slots) if self.a.numel() else []  # empty: no sequence has chunks
 
     def __call__(self, misses: MissList) -> None:
-        """Rebuild what `misses` lists."""
+        """Rebuild the chunks that `misses` lists."""
         for rows, rotation in self.parts:
             own = MissList(*(part[rows] for part in misses))
             rebuild_missing_keys(self.a[rows], self.b[rows], own, rotation, self.k[rows], self.first)
 
 
 def rotations(slots: BatchSlots) -> list[tuple[slice, Rotation | None]]:
-    """How keys of each sequence are rotated, or of all at once where it is the same; None where they are not."""
+    """Return the rotation of the keys per sequence, or once for all rows where it is the same; None: not rotated."""
     (one, *others), (b, _, _, d) = slots.rotary, slots.rows.k.shape
     rows = [slice(None)] if all(other is one for other in others) else [slice(i, i + 1) for i in range(b)]
     known = [None if rotary is None else rotary.rotation(d) for rotary in slots.rotary[: len(rows)]]

@@ -1,9 +1,9 @@
-"""Whether the query of a whole layer is still like the one that chose (TokenSelect, section 4.3), for a batch.
+"""Kernels of TokenSelect: whether a whole layer's query still resembles the one that chose (section 4.3), for a batch.
 
-    cosine = sum_hc q_hc * p_hc / (|q| * |p|), over all heads in a row; a query of zeros has cosine 0 with everything
+    cosine = sum_hc q_hc * p_hc / (|q| * |p|), over all heads concatenated; a zero query has cosine 0 with everything
 
-Shapes: q [b, H, d] and the query that chose, p [b, H, d] -> turned [b, Hk] bool, the same for all KV heads, and
-once more as anew [b, 1].
+Shapes: q [b, H, d] and the query that chose, p [b, H, d] -> turned [b, Hk] bool, the same for all KV heads, and again
+as anew [b, 1].
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
 
-BLOCK_ELEMENTS = 4096  # of a query that a program looks at together
+BLOCK_ELEMENTS = 4096  # of a query, held at once per program
 
 
 class KeptQuery(NamedTuple):
-    """State of a layer: the query [b, H, d] that chose last, zeros before there is any; and of every sequence [b] int64
-    how many steps retrieved, and how many of them chose anew.
+    """State of a layer: the query [b, H, d] that chose last, zeros before the first choice; and two counts [b] int64.
+
+    `layer_steps` counts the steps that retrieved, `choices` those that chose anew.
     """
 
     query: Tensor
@@ -29,7 +30,7 @@ class KeptQuery(NamedTuple):
 
 
 def turn_from_kept_ref(q: Tensor, kept: KeptQuery, active: Tensor, theta: float, turned: Tensor, anew: Tensor) -> None:
-    """All sequences at once, in at least fp32."""
+    """Reference of `turn_from_kept`: all sequences at once, in at least fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     new, old = q.flatten(1).to(dtype), kept.query.flatten(1).to(dtype)  # [b, H * d]
     norms = new.square().sum(1) * old.square().sum(1)
@@ -77,7 +78,7 @@ def _kept_kernel(
         both += tl.sum(x * y, axis=0)
         new += tl.sum(x * x, axis=0)
         old += tl.sum(y * y, axis=0)
-    norms = tl.maximum(tl.sum(new, axis=0) * tl.sum(old, axis=0), 1.1754943508222875e-38)  # the least normal number
+    norms = tl.maximum(tl.sum(new, axis=0) * tl.sum(old, axis=0), 1.1754943508222875e-38)  # the smallest normal fp32
     cosine = tl.sum(both, axis=0) * tl.rsqrt(norms)
     steps, before = tl.load(layer_steps + b), tl.load(choices + b)
     chooses = (cosine < theta) | (before == 0)
@@ -95,10 +96,10 @@ def _kept_kernel(
 
 
 def turn_from_kept(q: Tensor, kept: KeptQuery, active: Tensor, theta: float, turned: Tensor, anew: Tensor) -> None:
-    """Tell which sequences choose anew: those whose cosine is below `theta`, and those that have never chosen.
+    """Flag the sequences that choose anew: cosine below `theta`, or no choice so far.
 
-    active [b, Hk] bool, the same for all KV heads of a sequence: the others do nothing. The query of a sequence that
-    chooses is kept, and both are counted. May be captured in a CUDA graph.
+    active [b, Hk] bool is the same for all KV heads of a sequence; inactive sequences are skipped. The query of a
+    sequence that chooses is kept, and steps and choices are counted. Can be captured in a CUDA graph.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """

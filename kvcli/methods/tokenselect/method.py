@@ -1,15 +1,15 @@
-"""TokenSelect: tokens by a vote of all heads, kept while the query stays (arXiv 2411.02886, section 4).
+"""TokenSelect: tokens by a vote of all heads, kept while the query stays similar (arXiv 2411.02886, section 4).
 
-A step scores every token by its exact q.k. Each query head turns its scores to weights over the candidates, and the sum
-over all heads of the layer is the vote: a head that is sure of a token counts for more than many that are not. One set
-of tokens a layer serves all KV heads. Consecutive queries are much alike, so that the choice is kept for as long as the
-layer's query has a cosine of `theta` or more, over all its heads, with the one that chose.
+A step scores every token by its exact q.k. Each query head turns its scores into weights over the candidates, and the
+vote is their sum over all heads of the layer: a head that is sure of a token counts for more than many that are not.
+One set of tokens per layer serves all KV heads. Consecutive queries are similar, so the choice is kept for as long as
+the layer's query, over all its heads, has a cosine of `theta` or more with the one that chose.
 
 Decided: the scores are scaled as in attention before they become weights (the reference code leaves that out). The
 prompt is read exactly, and tokens keep their positions: the paper's selection in prefill, and its queries placed right
-behind the window to read past a model's trained length, are not part of this. `theta` is the code's, which runs
-without keeping choices, though; one leading layer is dense. All KV stays on the device. In the counters one token of
-one KV head is a page of size 1.
+after the window to read past a model's trained length, are not part of this. `theta` is the code's default, although
+the code runs without keeping choices; one leading layer is dense. All KV stays on the device. In the counters one token
+of one KV head is a page of size 1.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TokenSelectConfig(TokenConfig):
 
 
 class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
-    """One choice of tokens for all heads, by their vote, and for all steps that ask alike."""
+    """Selects one set of tokens for all heads by their vote, and keeps it while queries stay similar."""
 
     Config = TokenSelectConfig
     title = "single tokens by a vote of all heads, kept while the query stays"
@@ -69,7 +69,7 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
         self.steps = self.choices = 0  # layer-steps that retrieved, and those of them that chose anew
 
     def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache:
-        """Keep everything on the device; tokens are scored by their whole keys."""
+        """Make a cache that keeps everything on the device; tokens are scored by all channels of their keys."""
         heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
         return ChannelScoredCache(heads, d, context.capacity, self.config.tokens, d, context.tiers)
 
@@ -84,15 +84,15 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
         self.choices += tally["choices"]
 
     def statistics(self) -> dict[str, Any]:
-        """Say in how many of the layer-steps that retrieved the choice was made anew."""
+        """Return how many layer-steps retrieved, and how many of them chose anew."""
         return {"layer_steps": self.steps, "choices": self.choices} if self.steps else {}
 
 
 @dataclass(frozen=True)
 class KeptVote(Rule):
-    """The tokens that score best, kept while the layer's query, all heads in a row, has a cosine of `theta` or more.
+    """Chooses the best scores, and keeps the choice while the layer's query has a cosine of `theta` or more.
 
-    It counts the `layer_steps` that retrieved, and those of them whose choice was made anew.
+    The cosine is over all heads concatenated. Counts the `layer_steps` that retrieved, and the `choices` made anew.
     """
 
     theta: float
@@ -115,7 +115,10 @@ class KeptVote(Rule):
 
     @property
     def below(self) -> float:
-        """The cosine below which it chooses anew; 0 and 1 are exact whatever a cosine rounds to."""
+        """The cosine below which it chooses anew.
+
+        0 and 1 map beyond the range of a cosine, so that rounding cannot change "never" and "always".
+        """
         return {0.0: -2.0, 1.0: 2.0}.get(self.theta, self.theta)
 
     @override
@@ -124,7 +127,7 @@ class KeptVote(Rule):
 
 
 class KeptVoteOverSlots(Choice):
-    """The same of a batch."""
+    """`KeptVote` for a batch."""
 
     def __init__(self, slots: BatchSlots, below: float):
         self.below = below

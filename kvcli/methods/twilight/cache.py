@@ -1,4 +1,4 @@
-"""A layer on the device whose pages are selected first, and then tokens of them (Twilight, arXiv 2502.02770).
+"""The cache of Twilight: pages are selected first, and then tokens of them (arXiv 2502.02770).
 
 Pages are scored by their summaries; the attention weights of their tokens are estimated by keys of four bits.
 """
@@ -22,19 +22,19 @@ from kvcli.methods.twilight import kernels as twilight_kernels
 from kvcli.methods.twilight.kernels import four_bit_scores, quantise_four_bit
 from kvcli.sizes import slices
 
-# Tokens whose keys are quantised at once: fp32 copies of them stay this long.
+# Tokens whose keys are quantised at once; bounds the fp32 copies.
 PIECE = 4096
 
 
 class RaggedTokens(NamedTuple):
-    """Tokens of which KV heads have different numbers: `tokens` [Hk, n]; those marked in `valid` [Hk, n] count."""
+    """A different number of tokens per KV head: those of `tokens` [Hk, n] that are marked in `valid` [Hk, n]."""
 
     tokens: Tensor
     valid: Tensor
 
 
 class Int4Keys:
-    """The keys of all tokens in four bits a channel: `codes` [Hk, capacity, ceil(d / 2)] uint8, two channels a byte.
+    """The keys of all tokens in four bits per channel: `codes` [Hk, capacity, ceil(d / 2)] uint8, two channels a byte.
 
     `ranges` [Hk, capacity, 2] are the step and the least value of each token. Both are on the device.
     """
@@ -59,16 +59,16 @@ class Int4Keys:
         return four_bit_scores(queries, take(self.codes, tokens), take(self.ranges, tokens))
 
     def settled(self) -> list[Settled]:
-        """Keys stay as they came."""
+        """Return the keys, which do not change."""
         return [Settled(self.codes, 1, self.filled), Settled(self.ranges, 1, self.filled)]
 
     def nbytes(self, tokens: int | None = None) -> int:
-        """Bytes on the device, of all tokens or of the first `tokens`."""
+        """Count the bytes on the device, of all tokens or of the first `tokens`."""
         return nbytes(self.codes[:, :tokens], self.ranges[:, :tokens])
 
 
 class Int4EstimateCache(ResidentPageCache):
-    """On the device: k, v [Hk, pages * p, d] of every token, page summaries, and all keys in four bits as well."""
+    """Keys and values k, v [Hk, pages * p, d] of every token on the device, with page summaries and four-bit keys."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
         super().__init__(num_kv_heads, head_dim, capacity, budget, tiers)
@@ -107,7 +107,7 @@ class Int4EstimateCache(ResidentPageCache):
         return torch.cat(parts, 1), always
 
     def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n] -> [H, d]."""
+        """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n]; return [H, d]."""
         rows, valid = self.taken = RaggedTokens(*twilight_kernels.kept_first_cpu(tokens, kept))
         if attend_chosen_suits(q, self.k, self.v, rows):
             return attend_chosen(q, self.k, self.v, rows, softmax, valid)
@@ -126,7 +126,7 @@ class Int4EstimateCache(ResidentPageCache):
 
     @override
     def traffic(self, length: int) -> Traffic:
-        """Count a step that takes all tokens of the selected pages, which is the most that it may take."""
+        """Estimate a step that keeps all tokens of the selected pages, which is the most possible."""
         most = super().traffic(length)
         if not self.budget.active(length):
             return most
@@ -136,10 +136,9 @@ class Int4EstimateCache(ResidentPageCache):
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: Softmax) -> Tensor:
-    """Attend with one new token where every KV head has keys of its own: those marked in `valid` [Hk, n] bool.
+    """Attend with one new token where every KV head has its own keys: those marked in `valid` [Hk, n] bool.
 
-    q [H, d], k, v [Hk, n, d], at least one valid key in each row -> [H, d]. What stands in rows that are not valid does
-    not matter, as long as it is finite.
+    q [H, d], k, v [Hk, n, d], at least one valid key in each row -> [H, d]. Invalid rows may hold anything finite.
     """
     if takes(q):
         return attend_rows(q, k, v, softmax, valid.contiguous())

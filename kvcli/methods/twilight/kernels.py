@@ -1,29 +1,26 @@
-"""The fewest tokens of chosen pages that hold a part of the attention, by keys of four bits (Twilight, section 4).
+"""Kernels of Twilight: keep the fewest tokens of chosen pages that hold a part of the attention (section 4).
 
 Weights are the softmax of estimated scores over all tokens of the slots, for each query head; those of sink and window
 are kept in any case and count first. A KV head keeps what any of its query heads keeps.
 
-On the device blocks of rows are scored by as many programs for each query head, and the last of them to finish finds
-which ones it keeps ; the last query head of a KV head puts together what all of them keep.
+Shapes: q [b, H, d], codes and ranges of all tokens, rows with the chosen pages as `resident` -> kept [b, Hk, slots * p]
+bool.
 
-Shapes: q [b, H, d], codes and ranges of all tokens, rows with the chosen pages as
-`resident` -> kept [b, Hk, slots * p] bool.
+On the device, the rows of each query head are scored in blocks, one program each. The last of them to finish finds
+which rows the head keeps; the last query head of a KV head merges what all of them keep. A program reads weights as
+integers of the same order. It finds the largest threshold from which on the weights hold the part, digit by digit of
+three bits; everything above it is kept, and of what equals it the lowest rows. Wider digits would need fewer passes,
+but every value of a digit needs a sum of its own: a histogram of weights would be made of atomic additions, whose order
+differs from run to run.
 
-Keys in four bits a channel, by each token's least and greatest channel (Twilight, section 4).
+Scores are estimated from keys in four bits per channel, by each token's least and greatest channel:
 
     z = min      s = (max - min) / 15      code = round((k - z) / s)      k ~ code * s + z
     q . k_t ~ s_t * sum_c q_c code_tc + z_t * sum_c q_c
 
-Shapes: keys [Hk, n, d] -> codes [Hk, n, ceil(d / 2)] uint8, byte j of channel j in its low half and of channel
-j + ceil(d / 2) in its high half; ranges [Hk, n, 2], s and z in the dtype of the keys, with which the codes were taken.
-The function for a batch on the device has it in front.
-
-The fewest rows that hold a part of the attention of a query head, inside a kernel: one program finds them.
-
-Weights are read as integers of the same order; the largest threshold from which on all hold the part is found by digits
-of three bits, then everything above it is kept, and of what equals it the lowest rows. Wider digits are fewer passes,
-but every value of a digit needs a sum of its own: a histogram of weights would be made of atomic additions, whose order
-differs from run to run.
+Shapes: keys [Hk, n, d] -> codes [Hk, n, ceil(d / 2)] uint8, byte j of channel j in its low half and of channel j +
+ceil(d / 2) in its high half; ranges [Hk, n, 2], s and z in the dtype of the keys, in which the codes were computed. The
+function for a batch on the device has the batch in front.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ from kvcli.kernels._triton import (
 from kvcli.kernels.page_table import PagedKV, page_in_slot, row_positions
 from kvcli.kernels.softmax import Softmax, capped
 
-PIECE = 256  # tokens that a thread takes at once
+PIECE = 256  # tokens per thread at once
 LEVELS = 15  # steps between a token's least and greatest channel
 
 
@@ -102,12 +99,12 @@ def _quantise(keys: Any, smallest: Any, codes: Any, ranges: Any) -> None:
 
 
 def four_bit_loops_suit(q: Tensor, codes: Tensor, ranges: Tensor) -> bool:
-    """Tell whether this can score with these."""
+    """Return whether `four_bit_scores_cpu` can score with these."""
     return serves(q, ranges) and codes.is_contiguous() and ranges.is_contiguous()
 
 
 def four_bit_scores_cpu(q: Tensor, codes: Tensor, ranges: Tensor, tokens: Tensor) -> Tensor:
-    """Score the tokens, unscaled."""
+    """Score the tokens on the CPU, unscaled; see `four_bit_scores`."""
     out = q.new_empty(*q.shape[:2], tokens.shape[1])
     run(
         _loop(q.shape[2], q.shape[1]),
@@ -122,18 +119,18 @@ def four_bit_scores_cpu(q: Tensor, codes: Tensor, ranges: Tensor, tokens: Tensor
 
 
 def quantise_four_bit_cpu(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a few keys: codes and ranges."""
+    """Quantise a few keys on the CPU: codes and ranges."""
     heads, n, d = keys.shape
     codes, ranges = torch.empty(heads, n, (d + 1) // 2, dtype=torch.uint8), keys.new_empty(heads, n, 2)
     run_alone(_quantise, keys, np.float32(torch.finfo(torch.float32).tiny), codes, ranges)
     return codes, ranges
 
 
-FEW = 64  # keys of all heads that one loop is the faster way for
+FEW = 64  # keys of all heads, up to which one loop is faster
 
 
 def quantise_four_bit(keys: Tensor, among: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantise keys [Hk, n, d]: codes and ranges. `among`: how many keys a KV head has altogether."""
+    """Quantise keys [Hk, n, d]: codes and ranges. `among`: how many keys a KV head has in total."""
     if keys.shape[0] * keys.shape[1] <= FEW and serves(keys, numbers=among * keys.shape[0] * keys.shape[2]):
         return quantise_four_bit_cpu(keys)
     low, high = (bound.to(_accumulating(keys)) for bound in torch.aminmax(keys, dim=-1))  # [Hk, n]
@@ -159,7 +156,7 @@ def _accumulating(like: Tensor) -> torch.dtype:
 
 
 def quantise_newest_ref(k: Tensor, lengths: Tensor, codes: Tensor, ranges: Tensor) -> None:
-    """Quantise sequence by sequence."""
+    """Reference of `quantise_newest`: sequence by sequence."""
     for b, length in enumerate(lengths.tolist()):
         if length:
             own = quantise_four_bit(k[b][:, None])  # [Hk, 1, ...]
@@ -197,12 +194,12 @@ def _newest_kernel(
     most = tl.maximum(
         tl.max(tl.where(first, one, -infinity), axis=0), tl.max(tl.where(second, other, -infinity), axis=0)
     )
-    step = ((most - least) / 15.0).to(ranges.dtype.element_ty)  # as it is kept
+    step = ((most - least) / 15.0).to(ranges.dtype.element_ty)  # as stored
     zero = least.to(ranges.dtype.element_ty)
     tl.store(ranges + row * 2, step)
     tl.store(ranges + row * 2 + 1, zero)
     step, zero = tl.maximum(step.to(tl.float32), 1.1754943508222875e-38), zero.to(tl.float32)
-    # Adding and taking away 1.5 * 2^23 rounds to whole numbers, half to even, as torch does.
+    # Adding and subtracting 1.5 * 2^23 rounds to whole numbers, half to even, as torch does.
     one = tl.minimum(tl.maximum(((one - zero) / step + 12582912.0) - 12582912.0, 0.0), 15.0).to(tl.int32)
     other = tl.minimum(tl.maximum(((other - zero) / step + 12582912.0) - 12582912.0, 0.0), 15.0).to(tl.int32)
     tl.store(codes + row * BYTES + j, (one | (tl.where(second, other, 0) << 4)).to(tl.uint8), mask=first)
@@ -211,8 +208,8 @@ def _newest_kernel(
 def quantise_newest(k: Tensor, lengths: Tensor, codes: Tensor, ranges: Tensor) -> None:
     """Quantise the newest keys k [b, Hk, d] to their place in codes [b, Hk, n, bytes] and ranges [b, Hk, n, 2].
 
-    lengths [b] int32 count them; a sequence of length 0 has none. May be captured in a CUDA graph. Raises ValueError
-    for shapes, dtypes or strides that the kernel cannot read.
+    lengths [b] int32 include the newest token; a sequence of length 0 has none. Can be captured in a CUDA graph. Raises
+    ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     (b, num_kv_heads, d), (_, _, num_tokens, size) = k.shape, codes.shape
     require("k", k, k.shape)
@@ -253,7 +250,7 @@ def _keep(weights: Any, always: Any, ranked: Any, p: Any, kept: Any) -> None:
         kept[h] = always
         for g in range(group):
             own, others = weights[h, g], ranked[h, g]
-            mass, count = np.float64(0), rest - n  # as torch sums up: in double precision, and rounded after each
+            mass, count = np.float64(0), rest - n  # as torch sums: in double precision, rounded after each addition
             for j in range(n):
                 if always[j]:
                     mass += np.float64(own[j])
@@ -263,7 +260,7 @@ def _keep(weights: Any, always: Any, ranked: Any, p: Any, kept: Any) -> None:
                 count += np.float32(mass) - others[i] < p
             if count <= 0:
                 continue
-            least, room = others[rest - count], count  # the place left for those that equal the least
+            least, room = others[rest - count], count  # places left for weights equal to the least
             for i in range(rest - 1, rest - count, -1):
                 room -= others[i] > least
             for j in range(n):
@@ -286,19 +283,19 @@ def _kept_first(tokens: Any, kept: Any, out: Any, valid: Any) -> None:
 
 
 def keep_nucleus_cpu(weights: Tensor, always: Tensor, p: float) -> Tensor:
-    """Flag what `nucleus` keeps for any query head of a KV head, by loops where they serve."""
+    """Flag what `nucleus` keeps for any query head of a KV head, by CPU loops where they serve."""
     if p >= 1 or not serves(weights):
         return nucleus(weights, always, p).any(1)
     kept = torch.empty(weights.shape[0], weights.shape[2], dtype=torch.bool)
     ranked = weights.new_empty(*weights.shape[:2], len(always) - int(always.sum()))
     run(_others, weights.numel(), weights.contiguous(), always, ranked)
-    ranked.numpy().sort(axis=-1)  # several numbers at once, which neither torch nor a loop does
+    ranked.numpy().sort(axis=-1)  # numpy sorts with vector instructions
     run(_keep, 4 * weights.numel(), weights.contiguous(), always, ranked, np.float32(p), kept)
     return kept
 
 
 def kept_first_cpu(tokens: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """List the tokens that are kept, and as many others as make all rows alike."""
+    """List the kept tokens, padded with others to equal lengths."""
     most = int(kept.sum(1).max())
     if not serves(tokens, dtype=torch.int64, numbers=2 * tokens.numel()):
         first = kept.int().argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -310,7 +307,7 @@ def kept_first_cpu(tokens: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 @jit
 def _weights(scores: tl.tensor, row: tl.tensor, num_rows: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """Read scores and make weights of them that the largest one measures."""
+    """Read scores and turn them into weights relative to the largest."""
     return tl.exp(tl.load(scores + row, mask=row < num_rows, other=float("-inf")) - highest)
 
 
@@ -324,7 +321,7 @@ def keep_most(
     part: tl.tensor,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """Flag for one query head what is kept of the rows begin .. end, and all others that hold a token."""
+    """Flag for one query head the rows begin .. end that are kept, and all other rows that hold a token."""
     highest = tl.full([BLOCK_W], float("-inf"), tl.float32)
     for start in range(0, num_rows, BLOCK_W):
         i = start + tl.arange(0, BLOCK_W)
@@ -338,19 +335,19 @@ def keep_most(
         weight = _weights(scores, i, num_rows, top)
         norm += weight
         fixed += tl.where((i < begin) | (i >= end), weight, 0.0)
-    wanted = part * tl.sum(norm, axis=0) - tl.sum(fixed, axis=0)  # of the others, in weights that the largest measures
+    wanted = part * tl.sum(norm, axis=0) - tl.sum(fixed, axis=0)  # of rows begin .. end, relative to the largest weight
     trials = tl.arange(0, 8)
-    threshold = 0  # in bits, of which no weight has more than thirty, since none is greater than one
+    threshold = 0  # bits of a weight: at most thirty, since no weight exceeds one
     for digit in range(10):
         shift = 27 - 3 * digit
         trial = threshold | (trials << shift)
-        mass = tl.zeros([8, BLOCK_W // 4], tl.float32)  # of those that reach a trial
+        mass = tl.zeros([8, BLOCK_W // 4], tl.float32)  # of the weights that reach each trial
         for start in range(begin, end, BLOCK_W // 4):
             i = start + tl.arange(0, BLOCK_W // 4)
             weight = tl.where(i < end, _weights(scores, i, num_rows, top), 0.0)
             reaches = weight.to(tl.int32, bitcast=True)[None, :] >= trial[:, None]
             mass += tl.where(reaches, weight[None, :], 0.0)
-        enough = (trials > 0) & (tl.sum(mass, axis=1) >= wanted)  # of all up to the digit, as less reach a higher one
+        enough = (trials > 0) & (tl.sum(mass, axis=1) >= wanted)  # a prefix: fewer weights reach a higher trial
         threshold |= tl.sum(enough.to(tl.int32), axis=0) << shift
     above = tl.zeros([BLOCK_W], tl.float32)
     for start in range(begin, end, BLOCK_W):
@@ -371,14 +368,16 @@ def keep_most(
         equal += tl.sum(tie, axis=0)
 
 
-BLOCK_N = 128  # rows that a program scores
-BLOCK_Y = 64  # bytes of a row that it multiplies at once
-BLOCK_W = 2048  # weights that the last one looks at together, and flags of the last of a KV head
+BLOCK_N = 128  # rows scored per program
+BLOCK_Y = 64  # bytes of a row multiplied at once
+BLOCK_W = 2048  # weights, and flags of a KV head, that a last program handles at once
 
 
 class NucleusTally(NamedTuple):
-    """What choices have kept so far, of every sequence [b] int64: KV heads that chose, tokens that they weighed and
-    kept, the fewest and the most that one of them kept.
+    """Counts of choices so far, per sequence [b] int64.
+
+    KV heads that chose (`selections`), tokens that they weighed and kept, and the fewest and most that one of them
+    kept.
     """
 
     selections: Tensor
@@ -389,10 +388,10 @@ class NucleusTally(NamedTuple):
 
 
 def nucleus(weights: Tensor, always: Tensor, p: float) -> Tensor:
-    """Flag the fewest tokens that hold the part `p` of each row's attention, those of `always` [n] bool among them.
+    """Flag the fewest tokens that hold the part `p` of each row's attention, including those of `always` [n] bool.
 
-    Weights [..., n], each row of sum 1 -> bool [..., n]. Of equal weights the lower index goes first; p = 1 keeps all
-    tokens, whatever the sum rounds to.
+    Weights [..., n], each row with sum 1 -> bool [..., n]. Ties go to the lower index; p = 1 keeps all tokens, whatever
+    the sum rounds to.
     """
     if p >= 1:
         return torch.ones_like(weights, dtype=torch.bool)
@@ -411,7 +410,7 @@ def nucleus(weights: Tensor, always: Tensor, p: float) -> Tensor:
 
 
 def _descending(x: Tensor) -> Tensor:
-    """Sort rows; numpy sorts numbers on a CPU up to twenty times as fast as torch."""
+    """Sort rows in descending order; on a CPU numpy is up to twenty times as fast as torch."""
     if x.device.type != "cpu":
         return x.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
@@ -429,8 +428,8 @@ def keep_nucleus_ref(
     tally: NucleusTally,
     arrived: Tensor,
 ) -> None:
-    """All sequences at once."""
-    del arrived  # of the kernel
+    """Reference of `keep_nucleus`: all sequences at once."""
+    del arrived  # used by the kernel only
     layout = rows.layout
     slot = torch.arange(kept.shape[2], device=q.device) // layout.size
     always = (slot < layout.sink) | (slot >= layout.first)
@@ -537,7 +536,7 @@ def _nucleus_kernel(
                 keeps = tl.max(keeps, axis=0)
                 tl.store(kept + pair.to(tl.int64) * num_rows + i, keeps != 0, mask=i < num_rows)
                 count += keeps
-                score = tl.load(own + i, mask=i < num_rows, other=float("-inf"))  # any query head's says the same
+                score = tl.load(own + i, mask=i < num_rows, other=float("-inf"))  # the same rows for every query head
                 of_all += (score > float("-inf")).to(tl.int32)
             num_kept = tl.sum(count, axis=0).to(tl.int64)
             tl.atomic_add(selections + b, 1)
@@ -559,9 +558,9 @@ def keep_nucleus(
     tally: NucleusTally,
     arrived: Tensor,
 ) -> None:
-    """Write to `kept` which rows are attended to, and count; KV heads that `heads` [b, Hk] does not flag keep all.
+    """Write to `kept` which rows are attended to, and count; KV heads not flagged in `heads` [b, Hk] keep all.
 
-    `arrived` [b, H] int32 are zeros, as `PagedKV.arrived` are for the KV heads. May be captured in a CUDA graph. Raises
+    `arrived` [b, H] int32 are zeros, as `PagedKV.arrived` for the KV heads. Can be captured in a CUDA graph. Raises
     ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
     (b, num_heads, d), (_, num_kv_heads, num_tokens, size), layout = q.shape, codes.shape, rows.layout

@@ -1,13 +1,14 @@
 """Twilight: as many tokens as the attention needs, on top of a page selector (arXiv 2502.02770, sections 3 and 4).
 
-How many tokens matter differs from head to head and from step to step, which no fixed budget follows. So a selector
-first takes a generous number of pages, here Quest's by their bounds. Then the weights of their tokens are estimated
-with keys of four bits a channel, and each query head keeps the fewest tokens whose weights reach `p` together: top-p
-instead of top-k. The budget is that of the selector, hence an upper bound. All KV stays on the device.
+The number of tokens that matter differs from head to head and from step to step, and no fixed budget follows it. So a
+selector first takes a generous number of pages, here Quest's by their bounds. Then the weights of their tokens are
+estimated with keys of four bits per channel, and each query head keeps the fewest tokens whose weights reach `p`
+together: top-p instead of top-k. The budget is that of the selector, so it is an upper bound. All KV stays on the
+device.
 
 Decided: sink and window are always attended and their weights count, so that a head may need none of the selected
-tokens. A KV head attends to what any of its query heads keeps. In the counters, pages are those of the selector; how
-many tokens were kept of theirs is in the statistics.
+tokens. A KV head attends to what any of its query heads keeps. In the counters, pages are those of the selector; the
+statistics tell how many of their tokens were kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 class TwilightConfig(PageBoundsConfig):
-    """Settings of Twilight: those of its page selector, and how much of the attention is kept; defaults: section 5."""
+    """Settings of Twilight: those of its page selector, and how much attention is kept; defaults: section 5."""
 
     budget: CountOrShare = setting(8192, "tokens attended per layer and KV head, at most", "tokens", ge=1)
     pooling: Pooling = setting("max_s", "how page scores are pooled over the query heads of a KV head")
@@ -48,10 +49,10 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
     def __init__(self, config: TwilightConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         self.selections = self.weighed = self.kept = 0  # of single KV heads; tokens of all these selections
-        self.fewest, self.most = context.capacity, 0  # tokens kept of one
+        self.fewest, self.most = context.capacity, 0  # tokens kept by one selection
 
     def new_cache(self, layer: LayerGeometry) -> Int4EstimateCache:
-        """Keep everything on the device, with page summaries and four-bit keys."""
+        """Make a cache that keeps everything on the device, with page summaries and four-bit keys."""
         return Int4EstimateCache(
             layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
         )
@@ -70,7 +71,7 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
             self.fewest, self.most = min(self.fewest, tally["fewest"]), max(self.most, tally["most"])
 
     def statistics(self) -> dict[str, Any]:
-        """Say how many tokens a KV head weighed and kept in a step of a layer: means, and the fewest and most kept."""
+        """Return how many tokens a KV head weighed and kept per layer and step: means, and the fewest and most kept."""
         if not self.selections:
             return {}
         return {

@@ -1,4 +1,4 @@
-"""The fewest tokens of chosen pages that hold a part of the attention, by keys of four bits (Twilight)."""
+"""The step of Twilight: the fewest tokens of chosen pages that hold a part of the attention, by keys of four bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvcli.methods.twilight.kernels import NucleusTally, keep_nucleus, quantise_
 
 
 class BoundsAndFourBits(PageBounds):
-    """Bounds of pages, and beside them all keys in four bits."""
+    """Bounds of pages, and in addition all keys in four bits."""
 
     @override
     def over_slots(self, slots: BatchSlots) -> BoundsAndFourBitsOverSlots:
@@ -36,7 +36,7 @@ class BoundsAndFourBits(PageBounds):
 
 
 class BoundsAndFourBitsOverSlots(PageBoundsOverSlots):
-    """The same of a batch: `codes` and `ranges`, see `Int4Keys`."""
+    """`BoundsAndFourBits` for a batch: `codes` and `ranges`, see `Int4Keys`."""
 
     needs_newest = True
 
@@ -52,9 +52,9 @@ class BoundsAndFourBitsOverSlots(PageBoundsOverSlots):
 
 @dataclass(frozen=True)
 class Nucleus(Rule):
-    """The best pages, and of their tokens the fewest that hold the part `p` of each query head's attention.
+    """Chooses the best pages, and of their tokens the fewest that hold the part `p` of each query head's attention.
 
-    It counts what `NucleusTally` names.
+    Counts what `NucleusTally` names.
     """
 
     p: float
@@ -79,7 +79,7 @@ class Nucleus(Rule):
 
 
 class NucleusOverSlots(Choice):
-    """The same of a batch."""
+    """`Nucleus` for a batch."""
 
     def __init__(self, slots: BatchSlots, p: float):
         self.slots, self.p = slots, p
