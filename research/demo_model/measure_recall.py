@@ -1,4 +1,4 @@
-"""Measure the demo model on held-out rows with plain full attention: `python benchmarks/demo_model/measure_recall.py`.
+"""Measure the demo model on held-out rows with plain full attention: `python research/demo_model/measure_recall.py`.
 
 Every row is one question right after its document, in the chat format, answered greedily by transformers' own
 `generate`. With `--hidden` the asked values in the document are replaced by others: a model that retrieves then fails.
@@ -109,7 +109,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and print one JSON object a line."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/demo_model/measure_recall.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python research/demo_model/measure_recall.py", description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma-separated")
     parser.add_argument("--lengths", default="2048,4096,8192", help="prompt tokens, comma-separated")

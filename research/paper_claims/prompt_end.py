@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from block_choice import up_to_the_value, value_tokens
+from second_turn import chosen_variants
+from subject import Document, Scores, Subject, difference, percent, table
 
-from claims.block_choice import up_to_the_value, value_tokens
-from claims.scores import Scores, difference
-from claims.second_turn import chosen_variants
-from claims.subject import Document, Subject, percent, table
 from kvcli.inputs.variants import Variant
 from kvcli.methods.contract import AnyMethod
 

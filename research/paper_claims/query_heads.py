@@ -9,7 +9,8 @@ import argparse
 from collections import defaultdict
 from typing import Any
 
-from claims.subject import Subject, percent, table
+from subject import Subject, percent, table
+
 from kvcli.inputs.variants import variants
 from kvcli.kernels.group_pooling import Pooling
 from kvcli.quality.fidelity import Fidelity, Passage, measure

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from claims.scores import Scores, difference
-from claims.second_turn import TASK, answers, capacity, other_fact, shared_settings
-from claims.subject import Subject, table
+from second_turn import TASK, answers, capacity, other_fact, shared_settings
+from subject import Scores, Subject, difference, table
+
 from kvcli.inputs.variants import Variant, variants
 
 PARTS: dict[str, list[dict[str, str]]] = {

@@ -1,34 +1,36 @@
 """What the papers claim, checked on the bundled demo model: `all`, one study, or `orders`, which compares the methods.
 
-    python benchmarks/paper_claims.py all
-    python benchmarks/paper_claims.py refreekv --thresholds 0.001 0.01 0.1 --rows 50
-    python benchmarks/paper_claims.py second-turn --rows 40 -o second.json
-    python benchmarks/paper_claims.py orders --second-turn second.json --eval predictions.jsonl -o orders.json
+    python research/paper_claims all
+    python research/paper_claims refreekv --thresholds 0.001 0.01 0.1 --rows 50
+    python research/paper_claims second-turn --rows 40 -o second.json
+    python research/paper_claims orders --second-turn second.json --eval predictions.jsonl -o orders.json
 
-Documents are the evaluation split of kvcli.quality.tasks, seeded. The module of a study in `claims/` says what it
-measures. The demo model is tiny (4 layers, heads of 64 channels): figures of the papers' models cannot be expected,
-orders can.
+Documents are the evaluation split of kvcli.quality.tasks, seeded. The module of a study says what it measures. The demo
+model is tiny (4 layers, heads of 64 channels): figures of the papers' models cannot be expected, orders can.
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from claims import (
-    actqkv_probe,
-    block_choice,
-    fier_recall,
-    orders,
-    parts,
-    prompt_end,
-    query_heads,
-    refreekv,
-    second_turn,
-    shadowkv,
-    subject,
-)
-from common import add_output, save
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import actqkv_probe
+import block_choice
+import fier_recall
+import orders
+import parts
+import prompt_end
+import query_heads
+import refreekv
+import second_turn
+import shadowkv
+import subject
+from common import save
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 STUDIES: dict[str, Any] = {
     "fier-recall": fier_recall,
@@ -46,11 +48,13 @@ COMPARISONS: dict[str, Any] = {"orders": orders}  # of what studies and `kvcli e
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python research/paper_claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="study", required=True)
-    every = commands.add_parser("all", help="all studies, written to results/paper_claims.json")
+    every = commands.add_parser("all", help="all studies")
     subject.add_arguments(every)
-    add_output(every, "paper_claims")
+    every.add_argument("-o", "--output", type=Path, default=RESULTS / "paper_claims.json", help="JSON file to write")
     for name, study in (STUDIES | COMPARISONS).items():
         command = commands.add_parser(name, help=study.__doc__.partition("\n")[0], description=study.__doc__)
         subject.add_arguments(command)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+sys.path.append(str(Path(__file__).parents[3] / "research" / "demo_model"))
 
 from behaviour import Attention, find, kind, mean, measure, table
 from measure_recall import MODEL, load

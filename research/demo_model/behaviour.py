@@ -1,4 +1,4 @@
-"""How the demo model attends: `python benchmarks/demo_model/behaviour.py` prints the card's tables.
+"""How the demo model attends: `python research/demo_model/behaviour.py` prints the card's tables.
 
 Every row is a document of `niah_direct` with its question: the answer begins with the code itself, so that the prompt
 and the space behind it must already look at it. A head counts by where most of its attention goes: to the asked fact
@@ -134,7 +134,7 @@ def table(found: Attention) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and print the table."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/demo_model/behaviour.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python research/demo_model/behaviour.py", description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--rows", type=int, default=10)

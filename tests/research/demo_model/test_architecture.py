@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvcli.quality.tasks.phrases import NAMES, sentence
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+sys.path.append(str(Path(__file__).parents[3] / "research" / "demo_model"))
 
 from architecture import demo_config, initialise
 from behaviour import recorded_queries

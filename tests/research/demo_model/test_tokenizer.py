@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from kvcli.quality.tasks import phrases
 from kvcli.quality.tasks.phrases import NAMES, VOCABULARY
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+sys.path.append(str(Path(__file__).parents[3] / "research" / "demo_model"))
 
 from measure_recall import MODEL
 from tokenizer import BOS, EOS, build_tokenizer

@@ -19,11 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from block_choice import up_to_the_value
+from subject import MAX_TOKENS, Document, Scores, Subject, difference, table
 from torch import Tensor
 
-from claims.block_choice import up_to_the_value
-from claims.scores import Scores, difference
-from claims.subject import MAX_TOKENS, Document, Subject, table
 from kvcli.inputs.variants import Variant, variants
 from kvcli.methods.contract import AnyMethod
 from kvcli.quality.tasks import phrases, recall

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from subject import Subject, percent, table
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from claims.subject import Subject, percent, table
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.blocks import BlockCache

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from kvcli.quality.tasks import make_row
 from kvcli.quality.tasks.__main__ import main as write_task
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+sys.path.append(str(Path(__file__).parents[3] / "research" / "demo_model"))
 
 from measure_recall import CARD, MODEL, answer, hide, load, main, measure
 
@@ -63,7 +63,10 @@ def test_every_example_is_made_by_the_command_beside_it(tmp_path):
         assert (tmp_path / "made.txt").read_bytes() == (EXAMPLES / Path(target).name).read_bytes()
 
 
-@pytest.mark.parametrize("path", PROMPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.exhaustive if "8k" in path.stem else ()) for path in PROMPTS],
+)
 def test_it_answers_the_examples(loaded, path):
     text = path.read_text(encoding="utf-8")
     name, codes = asked(text)

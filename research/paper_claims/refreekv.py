@@ -10,7 +10,8 @@ import argparse
 from collections import defaultdict
 from typing import Any
 
-from claims.subject import Answer, Subject, percent, table
+from subject import Answer, Subject, percent, table
+
 from kvcli.inputs.profiles import Profile, resolve_profile
 
 

@@ -11,13 +11,20 @@ from transformers import AutoModelForCausalLM
 
 from kvcli.quality.tasks.phrases import sentence
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "demo_model"))
+sys.path.append(str(Path(__file__).parents[3] / "research" / "demo_model"))
 
-from batches import dense_batch, question_batch, skipping_positions
-from documents import KINDS, Facts
+from documents import IGNORED, KINDS, VALUE, Facts, Writer, passage
 from tokenizer import build_tokenizer
-from train import Stage, Trainer, loss_and_hits
-from writer import IGNORED, VALUE, Writer, passage
+from train import (
+    Muon,
+    Stage,
+    Trainer,
+    dense_batch,
+    loss_and_hits,
+    orthogonalised,
+    question_batch,
+    skipping_positions,
+)
 
 MICRO = (Stage(72, 2, 2), Stage(320, 1, 3, rate=(2e-3, 1e-4), short=0.5, kinds={"facts": 1.0}))
 SIZE = {"layers": 2, "length": 1024}
@@ -131,6 +138,7 @@ def test_training_sequences_have_the_format_of_the_chat_template(tokenizer, writ
     assert writer.tags == ["code"] * 3
 
 
+@pytest.mark.exhaustive
 def test_two_trainings_with_one_seed_are_equal_and_another_seed_differs():
     runs = []
     for seed in (7, 7, 8):
@@ -155,6 +163,7 @@ def test_plain_products_attend_as_the_fused_kernel_does(monkeypatch):
     assert plain.item() == pytest.approx(fused.item(), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_training_lowers_the_loss(monkeypatch):
     stage = Stage(72, 2, 25, dense=0.0, kinds={"facts": 1.0})
     trainer = Trainer([stage], seed=1, **SIZE)
@@ -186,3 +195,41 @@ def test_export_loads_as_a_llama_of_the_trained_length(tmp_path):
     assert model.config.model_type == "llama"
     assert model.config.max_position_embeddings == 1024
     assert model.generation_config.eos_token_id == 2
+
+
+def test_singular_values_come_out_near_one_in_both_shapes():
+    torch.manual_seed(0)
+    for shape in ((3, 8, 20), (2, 20, 8)):
+        matrices = torch.randn(shape)
+        found = orthogonalised(matrices)
+        values = torch.linalg.svdvals(found)
+        assert ((values > 0.6) & (values < 1.3)).all()
+        u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+        assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ v).flatten(), dim=0) > 0.97
+
+
+def test_steps_are_those_of_torch_in_bfloat16_up_to_rounding():
+    torch.manual_seed(0)
+    start = [torch.randn(8, 20), torch.randn(20, 8), torch.randn(8, 20)]
+    moved = []
+    for make in (
+        lambda weights: Muon(weights, lr=1e-2),
+        lambda weights: torch.optim.Muon(weights, lr=1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+    ):
+        weights = [torch.nn.Parameter(weight.clone()) for weight in start]
+        optimizer = make(weights)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+        moved.append(torch.cat([(weight - own).detach().flatten() for weight, own in zip(weights, start, strict=True)]))
+    assert torch.allclose(moved[0], moved[1], atol=0.05 * float(moved[1].abs().max()))
+
+
+def test_a_weight_without_gradient_stays():
+    weights = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(2, 3))]
+    weights[0].grad = torch.randn(2, 3)
+    Muon(weights).step()
+    assert not torch.equal(weights[0], torch.ones(2, 3))
+    assert torch.equal(weights[1], torch.ones(2, 3))

@@ -1,4 +1,4 @@
-"""Train the bundled demo model from scratch on the CPU: `python benchmarks/demo_model/train.py --out DIR`.
+"""Train the bundled demo model from scratch on the CPU: `python research/demo_model/train.py --out DIR`.
 
 Batches are repeats of names and numbers, or documents with questions behind them; `STAGES` is the curriculum, about an
 hour of one core. The state is saved every few minutes in DIR and `--resume` goes on from there, within a stage
@@ -7,9 +7,10 @@ sums stay float32), which is faster only on CPUs that have instructions for it; 
 """
 
 import argparse
+import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from architecture import demo_config, initialise
-from batches import Batch, dense_batch, question_batch
-from muon import Muon
+from documents import ANSWER, FILLER, IGNORED, KINDS, VALUE, Writer
 from tokenizer import build_tokenizer, token_classes
 from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from writer import ANSWER, FILLER, VALUE, Writer
 
 LENGTH = 16384  # tokens that the model reads
 
@@ -63,6 +62,127 @@ _OTHER_WEIGHT = 0.3  # of the words around a value, and of the filler, beside th
 _FUSED_FROM = 400  # tokens of a sequence
 _SAVED_EVERY = 240.0  # seconds
 _SAID_EVERY = 25  # steps
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids, what each of them is to the loss, and their positions, all [batch, length].
+
+    `tags` names what each VALUE belongs to, row by row.
+    """
+
+    ids: Tensor
+    kinds: Tensor
+    positions: Tensor
+    tags: list[str]
+
+
+def skipping_positions(rng: random.Random, length: int, size: int, reach: int) -> Tensor:
+    """Return positions that grow by one, apart from a few gaps: distances of up to `reach` in short sequences.
+
+    After Zhu et al., "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training", arXiv
+    2309.10400. Half of the sequences have no gaps. [size, length]
+    """
+    positions = torch.arange(length).repeat(size, 1)
+    for row in range(size):
+        if rng.random() < 0.5 or length >= reach:
+            continue
+        cuts = sorted(rng.sample(range(1, length), rng.randint(1, 6)))
+        extra = rng.randint(0, reach - length)
+        ends = sorted(rng.randint(0, extra) for _ in cuts)
+        for cut, gap in zip(cuts, ends, strict=True):
+            positions[row, cut:] = torch.arange(cut, length) + gap
+    return positions
+
+
+def dense_batch(rng: random.Random, length: int, size: int, vocabulary: Sequence[int], reach: int) -> Batch:
+    """Return sequences of the tokens `vocabulary` of which every later token is a VALUE.
+
+    Half of the batches repeat one random segment; the others repeat records of four tokens, each time in another order,
+    with the first token of each left to chance. Nothing but a match with the earlier copy predicts the others. These
+    batches make the matching heads form.
+    """
+    generator = torch.Generator().manual_seed(rng.getrandbits(63))
+    period = rng.randint(max(length // 8, 8), length // 2) // 4 * 4
+    drawn = torch.randint(len(vocabulary), (size, period), generator=generator)
+    segment = torch.tensor(vocabulary)[drawn]
+    times = -(-length // period)
+    if rng.random() < 0.5:
+        ids, kinds = segment.repeat(1, times), torch.full((size, period * times), VALUE)
+        kinds[:, period] = IGNORED
+    else:
+        entries = segment.view(size, -1, 4)  # [size, entries, 4]
+        orders = torch.rand(size, times - 1, entries.shape[1], generator=generator).argsort(-1).flatten(1)
+        again = entries.gather(1, orders[..., None].expand(-1, -1, 4))
+        ids = torch.cat([entries, again], 1).flatten(1)
+        kinds = torch.full_like(ids, VALUE)
+        kinds[:, ::4] = IGNORED
+    kinds[:, :period] = IGNORED
+    positions = skipping_positions(rng, length, size, reach)
+    return Batch(ids[:, :length], kinds[:, :length], positions, ["dense"] * int((kinds[:, :length] == VALUE).sum()))
+
+
+def question_batch(kind: str, rng: random.Random, writer: Writer, *, length: int, size: int, reach: int) -> Batch:
+    """Return `size` documents of one kind with questions behind them, cut or padded (IGNORED) to `length`."""
+    ids = torch.zeros((size, length), dtype=torch.long)
+    kinds = torch.zeros((size, length), dtype=torch.long)
+    tags: list[str] = []
+    for row in range(size):
+        KINDS[kind](rng, writer, length)
+        n = min(len(writer.ids), length)
+        ids[row, :n] = torch.tensor(writer.ids[:n])
+        kinds[row, :n] = torch.tensor(writer.kinds[:n])
+        tags += writer.tags[: int((kinds[row] == VALUE).sum())]
+    return Batch(ids, kinds, skipping_positions(rng, length, size, reach), tags)
+
+
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the Newton-Schulz iteration
+_ITERATIONS = 5
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Return about U V^T of each of `matrices` [n, rows, columns] = U S V^T: singular values come out near 1."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over matrices, in float32 for CPUs without instructions for bfloat16.
+
+    Momentum is orthogonalised before it is applied (Jordan et al., "Muon: An optimizer for hidden layers in neural
+    networks", 2024), with the step scaled as in Liu et al. (arXiv 2502.16982), so that AdamW's learning rates serve.
+    `torch.optim.Muon` computes the same in bfloat16, which takes longer than the rest of a step on such CPUs.
+    Matrices of one shape are orthogonalised together.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3, weight_decay: float = 0.01, momentum: float = 0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Apply one step to every matrix that has a gradient."""
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["momentum"] = torch.zeros_like(weight)
+                average = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
+                update = weight.grad.lerp(average, group["momentum"])  # Nesterov's
+                by_shape.setdefault(weight.shape, []).append((weight, update))
+            for shape, pairs in by_shape.items():
+                updates = orthogonalised(torch.stack([update for _, update in pairs]))
+                for (weight, _), update in zip(pairs, updates, strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
 
 
 @dataclass
@@ -261,7 +381,7 @@ class Trainer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/demo_model/train.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python research/demo_model/train.py", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the resume state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from subject import Subject, percent, table
 from torch import Tensor
 
-from claims.subject import Subject, percent, table
 from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.page_scores import page_scores, page_summary
 from kvcli.kernels.softmax import Softmax

@@ -1,8 +1,9 @@
-"""What is studied: a model, held-out documents, and methods that read and answer them."""
+"""The subject of a study: a model, held-out documents, methods that read and answer them, and the answers' scores."""
 
 import argparse
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,49 @@ class Subject:
             logits = self.read(document, list(methods.values()))
             scores = {name: self.answer(document, method, logits) for name, method in methods.items()}
             yield document, {name: Answer(score, methods[name].statistics()) for name, score in scores.items()}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mean and standard error in per cent; the scores 0..1 of the documents by their numbers, where they are known."""
+
+    mean: float
+    error: float
+    documents: Mapping[int, float] | None = None
+
+    @classmethod
+    def of(cls, documents: Mapping[int, float]) -> "Scores":
+        """Of one score a document."""
+        return cls(*_per_cent(list(documents.values())), documents)
+
+    def among(self, chosen: set[int]) -> "Scores":
+        """Those of some documents."""
+        return Scores.of({index: score for index, score in (self.documents or {}).items() if index in chosen})
+
+
+def difference(left: Sequence[Scores], right: Sequence[Scores]) -> tuple[float, float]:
+    """Mean of some methods less that of others, and its standard error, in percentage points.
+
+    Paired over the documents that all have answered; where only means are known, as if they were independent.
+    """
+    both = [each.documents for each in (*left, *right)]
+    if None in both:
+        error = math.hypot(*(each.error / len(side) for side in (left, right) for each in side))
+        return statistics.mean(each.mean for each in left) - statistics.mean(each.mean for each in right), error
+    shared = sorted(set.intersection(*(set(documents or ()) for documents in both)))
+    gaps = [_mean_of(left, index) - _mean_of(right, index) for index in shared]
+    return _per_cent(gaps)
+
+
+def _mean_of(side: Sequence[Scores], index: int) -> float:
+    return statistics.mean((each.documents or {})[index] for each in side)
+
+
+def _per_cent(values: Sequence[float]) -> tuple[float, float]:
+    if not values:
+        return math.nan, math.nan
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return 100 * statistics.mean(values), 100 * error
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from itertools import product
 from typing import Any
 
 import torch
+from subject import Document, Subject, percent, table
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from claims.subject import Document, Subject, percent, table
 from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.softmax import Softmax
 

@@ -20,16 +20,19 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from claims import second_turn
-from claims.scores import Scores, Table, difference, read_scores
-from claims.second_turn import DROPPING, RETRIEVING
-from claims.subject import Subject, table
+import second_turn
+from second_turn import DROPPING, RETRIEVING
+from subject import Scores, Subject, difference, table
+
+Table = dict[str, dict[str, Scores]]
+"""Task -> variant -> scores."""
 
 MARGIN, CEILING = 5.0, 50.0  # points; per cent
 
@@ -110,6 +113,38 @@ def run(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     note = ", ".join(f"{task} ({mean:.0f} %)" for task, mean in low.items()) or "none"
     print(f"  left out, because full attention does not answer them: {note}")
     return {"rows": rows, "left out": low, "turns": turns}
+
+
+def read_scores(path: Path) -> Table:
+    """Read the scores of a `kvcli eval` run: its --predictions (one for each document) or its --json (means alone)."""
+    first, *lines = path.read_text().splitlines()
+    head = json.loads(first)
+    return _of_results(head["results"]) if "results" in head else _of_predictions(map(json.loads, lines))
+
+
+def _of_results(results: Sequence[dict[str, Any]]) -> Table:
+    table: Table = defaultdict(dict)
+    for result in results:
+        if result["metric"] != "ppl":
+            score = result["score"]
+            table[_task(result)][result["variant"]] = Scores(score["value"], score["stderr"] or 0.0)
+    return table
+
+
+def _of_predictions(predictions: Any) -> Table:
+    samples: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for each in predictions:
+        if each["score"] is not None:
+            samples[_task(each), each["variant"]][each["index"]].append(each["score"])
+    table: Table = defaultdict(dict)
+    for (task, variant), found in samples.items():
+        table[task][variant] = Scores.of({index: statistics.mean(scores) for index, scores in found.items()})
+    return table
+
+
+def _task(entry: Mapping[str, Any]) -> str:
+    parts = [entry["task"], entry["length"], entry["depth"]]
+    return " ".join(str(part) for part in parts if part is not None)
 
 
 def judge(
