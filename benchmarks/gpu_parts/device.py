@@ -1,14 +1,16 @@
-"""What the machine can do at most: copies on the device and across the bus, and pages gathered by the recall kernel.
+"""The device by itself: which it is, whether every Triton kernel is right on it, and what it can do at most.
 
-Rates count bytes read and written on the device, and bytes moved across the bus. The gather is timed as a
-decode step uses it, a kernel for each of many layers in one CUDA graph, every page from another place of a large pool;
-plain copies are timed beside it in every round, and the ratio is taken within the round.
+Nothing here needs more than torch, Triton and NumPy.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +18,80 @@ from common import spread
 from torch import Tensor
 
 from gpu_parts.clock import captured, freed, in_turn, ratios
-from gpu_parts.frame import Row
+from gpu_parts.frame import Ended, Row, in_processes
 from gpu_parts.setting import Setting
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout
 from kvcli.kernels.recall import PROGRAMS, HostLayout, HostPages, gather_pages, gather_pages_ref
 from kvcli.memory.host_pool import PIECE_BYTES
 from kvcli.memory.pinned import pinned_allocator
+
+
+def machine(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+    """Yield one row for the device; fails where there is none."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    row: Row = {"host_bytes": memory, "cores": os.cpu_count()}
+    if setting.device.type == "cuda":
+        of = torch.cuda.get_device_properties(setting.device)
+        row |= {
+            "device": of.name,
+            "device_bytes": of.total_memory,
+            "multiprocessors": of.multi_processor_count,
+            "capability": f"{of.major}.{of.minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    else:
+        row["device"] = "CPU: references, no kernels"
+    print(f"  {row['device']}, {row['host_bytes'] / 2**30:.0f} GiB of host memory", flush=True)
+    yield row
+
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+LIMIT = 60.0  # seconds for one case in all its types and sizes
+
+
+def kernels(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+    """Yield a row for each kernel: whether it agrees with its reference, and the largest relative error.
+
+    The cases are those of the tests, at odd and at real sizes. Each is compiled and run in a process of its own,
+    several side by side: it is compiling that takes the time.
+    """
+    from triton_cases import CASES
+
+    works = {case.name: partial(check, index, setting) for index, case in enumerate(CASES)}
+    at_once = 1 if setting.smoke else min(12, os.cpu_count() or 1)
+    for name, message in in_processes(works, LIMIT, at_once):
+        row = message if isinstance(message, dict) else {"kernel": name, "agrees": False, "problem": message.error}
+        if isinstance(message, Ended) and message.error is None:
+            continue
+        outcome = f"agrees, error {row['error']:.1e}" if row["agrees"] else f"DIFFERS: {row['problem']}"
+        print(f"  {name:<42} {outcome}", flush=True)
+        yield row
+
+
+def check(index: int, setting: Setting) -> Iterator[Row]:
+    """Compare one case in all types and sizes; `checked` counts the comparisons."""
+    from triton_cases import CASES, ODD, REAL, TOLERANCE, compare
+
+    case, worst, problems, checked = CASES[index], 0.0, [], 0
+    for sizes in (ODD,) if setting.smoke else (ODD, REAL):
+        for dtype in TOLERANCE:
+            outcome = compare(case, dtype, setting.device, sizes)
+            checked, worst = checked + 1, max(worst, outcome.error)
+            if outcome.problem:
+                which = "odd" if sizes is ODD else "real"
+                problems.append(f"{str(dtype).removeprefix('torch.')} at {which} sizes: {outcome.problem}")
+    yield {
+        "kernel": case.name,
+        "agrees": not problems,
+        "exactly": case.exact,
+        "error": worst,
+        "checked": checked,
+        "problem": "; ".join(problems),
+        "ran": setting.ran,
+    }
+
 
 HEADS, D = 8, 128
 CALLS = 4
@@ -57,8 +127,13 @@ class GatherLoad(NamedTuple):
         return torch.equal(actual.k, expected.k) and torch.equal(actual.v, expected.v) and bool(actual.k.any())
 
 
-def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
-    """Yield a row for each rate, bytes a second."""
+def rates(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+    """Yield a row for each rate, bytes a second.
+
+    Rates count bytes read and written on the device, and bytes moved across the bus. The gather is timed as a decode
+    step uses it, a kernel for each of many layers in one CUDA graph, every page from another place of a large pool;
+    plain copies are timed beside it in every round, and the ratio is taken within the round.
+    """
     yield from plain_copies(setting)
     if setting.device.type == "cuda":
         yield shown(pinning(setting))
