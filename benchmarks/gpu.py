@@ -23,7 +23,6 @@ longest would not fit; it is far larger than the processor's caches, so that thi
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -35,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import RESULTS, provenance, write
+from common import RESULTS, arguments, provenance, write
 from gpu_parts.frame import Ended, Row, in_processes
 from gpu_parts.setting import Setting, full, smoke
 from gpu_parts.targets import judged, show
@@ -80,7 +79,7 @@ ROUNDS_END = 0.8  # of a part's limit: rounds that are still to come then are le
 
 def main() -> None:
     """Run the parts, print the tables, keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--parts", help=f"only some, comma-separated: {', '.join(names)}")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import spread
+from common import ratios, spread
 from torch import Tensor
 
-from gpu_parts.clock import captured, freed, in_turn, ratios
+from gpu_parts.clock import captured, freed, in_turn
 from gpu_parts.frame import Ended, Row, in_processes
 from gpu_parts.setting import Setting
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout
