@@ -7,13 +7,12 @@ A promise is kept if the loss added there stays within --max-loss.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from common import add_output, save
+from common import arguments, save
 
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import ModelSpec
@@ -54,14 +53,13 @@ def held_out(sweep: Sweep, plan: CalibrationPlan, found: Calibration, length: in
 
 def main() -> None:
     """Parse the command line, calibrate, hold the choice against other text."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, "calibration")
     parser.add_argument("--targets", default="tau,rank")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--held-out-lengths", default="2048,4096")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-loss", type=float, default=0.01)
     parser.add_argument("--threads", type=int, default=2)
-    add_output(parser, "calibration")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results: dict[str, Any] = {}

@@ -1,10 +1,11 @@
-"""What every benchmark shares: what it ran on, how figures are summarised, and where they are kept."""
+"""What every benchmark shares: its command line, what it ran on, how figures are summarised and where they are kept."""
 
 import argparse
 import json
 import os
 import statistics
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,33 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def add_output(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add `-o FILE`, by default the committed results file."""
+def ratios(above: list[float], below: list[float]) -> dict[str, float]:
+    """Spread of the ratios, each taken within one round."""
+    return spread([one / other for one, other in zip(above, below, strict=True)])
+
+
+def said(found: dict[str, float], digits: int = 2) -> str:
+    """Write a spread: the median, and in brackets least and most."""
+    return f"{found['median']:.{digits}f}x ({found['min']:.{digits}f} to {found['max']:.{digits}f})"
+
+
+def arguments(doc: str | None, name: str | None = None) -> argparse.ArgumentParser:
+    """Make the parser of a program, which `doc` describes; with a name, `-o FILE` is by default the committed file."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if name is not None:
+        _add_output(parser, name)
+    return parser
+
+
+def add_command(commands: Any, work: Callable[[argparse.Namespace], None], name: str) -> argparse.ArgumentParser:
+    """Add a command that runs `work`, called as it is, with `-o FILE` as in `arguments`."""
+    parser: argparse.ArgumentParser = commands.add_parser(work.__name__, help=work.__doc__, description=work.__doc__)
+    parser.set_defaults(work=work)
+    _add_output(parser, name)
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / f"{name}.json", help="JSON file to write")
 
 

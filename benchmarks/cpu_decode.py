@@ -18,7 +18,6 @@ in turn, round after round:
     python benchmarks/cpu_decode.py --methods full,fier,shadowkv --against CHECKOUT
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -26,54 +25,21 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from common import RESULTS, save, spread
-from random_weights import model_of
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from common import RESULTS, arguments, ratios, save, spread
+from random_weights import CONFIG, FREEKV, WARMUP, Run, kvcli_steps, made_up_kv
+from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.bench.runs import TokenClock
-from kvcli.inputs.profiles import Profile, resolve_profile
-from kvcli.kernels.softmax import Softmax
+from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.layers import cache_argument
-from kvcli.runtime.engine import engine
-from kvcli.runtime.sampling import Sampling
-from kvcli.telemetry.counters import Counters
-
-CONFIG = LlamaConfig(
-    vocab_size=32_000,
-    hidden_size=512,
-    intermediate_size=1408,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=131_072,
-)
-FREEKV = resolve_profile("freekv", overrides={"budget": 1024, "sink": 128, "window": 128})
-
-
-class Run(NamedTuple):
-    """What is timed beside transformers."""
-
-    profile: Profile
-    steady: bool = False
-
 
 RUNS = {
     "full": Run(resolve_profile("full")),
     "turning": Run(FREEKV),
     "steady": Run(FREEKV, steady=True),
 }
-WARMUP = 2
-SOFTMAX = Softmax((CONFIG.hidden_size // CONFIG.num_attention_heads) ** -0.5)
-
-
-def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [Hk, context, d] of every layer."""
-    generator = torch.Generator().manual_seed(context)
-    shape = (CONFIG.num_key_value_heads, context, CONFIG.hidden_size // CONFIG.num_attention_heads)
-    return [tuple(torch.randn(shape, generator=generator) for _ in range(2)) for _ in range(CONFIG.num_hidden_layers)]
 
 
 @torch.inference_mode()
@@ -97,22 +63,6 @@ def transformers_steps(model: LlamaForCausalLM, kv: list, context: int, steps: i
     return [1000 * (later - earlier) for earlier, later in pairwise(clock.times[1 + WARMUP :])]
 
 
-@torch.inference_mode()
-def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], Counters]:
-    """Step times of kvcli's loop with a method, in milliseconds, and its counters."""
-    sampling = Sampling(max_tokens=1 + steps + WARMUP, ignore_eos=True)
-    with engine(model_of(model), [context + sampling.max_tokens]) as ready:
-        method = ready.method(run.profile, ready.context(context, sampling.max_tokens))
-        for layer, (k, v) in enumerate(kv):
-            q = torch.randn(CONFIG.num_attention_heads, method.query_rows, k.shape[2]).to(k.dtype)
-            method.prefill(layer, k, v, q, SOFTMAX)
-        sampler = (lambda _: 1) if run.steady else None
-        sequence = ready.sequence(method, sampling, sampler=sampler, first_token=1)
-        for _ in ready.decode([sequence]):
-            pass
-    return sequence.decode_ms[WARMUP:], sequence.counters
-
-
 def measure(model: LlamaForCausalLM, context: int, steps: int, repeats: int) -> dict:
     """Run everything in turn at one context, print and return the figures."""
     kv = made_up_kv(context)
@@ -126,7 +76,7 @@ def measure(model: LlamaForCausalLM, context: int, steps: int, repeats: int) -> 
     row: dict = {"context": context, **{f"{name}_ms": spread(values) for name, values in times.items()}}
     print(f"{context:>7,} tokens: transformers {row['transformers_ms']['median']:.1f} ms a step")
     for name in RUNS:
-        speedup = spread([a / b for a, b in zip(times["transformers"], times[name], strict=True)])
+        speedup = ratios(times["transformers"], times[name])
         row[f"{name}_speedup"] = speedup
         line = f"  {name:<17} {row[f'{name}_ms']['median']:6.1f} ms, "
         line += f"{speedup['median']:.1f}x ({speedup['min']:.1f} to {speedup['max']:.1f})"
@@ -201,7 +151,7 @@ def commit_of(checkout: Path) -> str:
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16_384, 65_536], help="tokens")
     parser.add_argument("--steps", type=int, default=20, help="timed decode steps a run")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")

@@ -1,18 +1,24 @@
-"""A linear layer on the CPU as kvcli runs it, against torch's own and oneDNN's, at several numbers of rows.
+"""Linear layers on the CPU: in fp32 against torch's own and oneDNN's, and with packed weights by the time of fp32.
 
-python benchmarks/cpu_linear.py
+    python benchmarks/cpu_linear.py fp32
+    python benchmarks/cpu_linear.py packed
+
+`fp32` runs one layer at several numbers of rows, `packed` those of a decode step; of these the least times count.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from common import add_output, save, spread
-from torch import nn
+from common import add_command, arguments, ratios, said, save, spread
+from torch import Tensor, nn
 
 from kvcli.compat import onednn_linear
+from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
+from kvcli.models.gguf import room_for
+from kvcli.runtime.cpu_layers import CpuKernels
 from kvcli.runtime.linear import cpu_linears
 
 WIDTH, INNER = 512, 1408
@@ -29,14 +35,51 @@ def milliseconds(work: Callable[[], None]) -> float:
     return statistics.median(times[1:])
 
 
-@torch.inference_mode()
-def main() -> None:
-    """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 32, 1024])
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each, in turn")
-    add_output(parser, "cpu_linear")
-    args = parser.parse_args()
+SHAPES = {
+    "SmolLM2-135M": {"width": 576, "kv": 192, "inner": 1536, "layers": 30},
+    "4,096 wide": {"width": 4096, "kv": 1024, "inner": 14336, "layers": 2},
+}
+
+
+def linear(rows: int, columns: int, name: str, room: Iterator[Tensor | None]) -> nn.Linear:
+    """Make a layer, of fp32 or of bytes that are numbers of a usual size; these lie where a file's would."""
+    made = nn.Linear(columns, rows, bias=False, device="meta")
+    if name == "F32":
+        made.weight = nn.Parameter(torch.randn(rows, columns), requires_grad=False)
+        return made
+    drawn = torch.randint(0, 256, (rows, PACKINGS[name].row_bytes(columns)), dtype=torch.uint8)
+    packed = drawn & 0xBB if PACKINGS[name].size > 1 else drawn & 0xBF | 0x30
+    if name == "MXFP4":
+        packed.view(rows, -1, PACKINGS[name].nbytes)[..., 0] = 120  # an exponent
+    held = next(room)
+    assert held is not None
+    packed = held.copy_(packed.view(-1)).view(rows, -1)
+    made.weight = nn.Parameter(PackedWeight(packed, PACKINGS[name], torch.float32), requires_grad=False)
+    return made
+
+
+def step(shape: dict[str, int], name: str) -> Callable[[Tensor], None]:
+    """Make the products of all layers as steps run them: queries, keys and values are one, and so are gate and up."""
+    width, kv, inner, kernels = shape["width"], shape["kv"], shape["inner"], CpuKernels()
+    sizes = [(width, width), (kv, width), (kv, width), (inner, width), (inner, width), (width, width), (width, inner)]
+    layers, taken = [], [] if name == "F32" else [rows * PACKINGS[name].row_bytes(columns) for rows, columns in sizes]
+    room = iter(room_for(taken * shape["layers"], torch.device("cpu")))
+    for _ in range(shape["layers"]):
+        q, k, v, gate, up, out, down = (linear(*size, name, room) for size in sizes)
+        attention, gated = kernels.together([q, k, v]), kernels.gated(gate, up)
+        layers.append((attention, kernels.alone(out), gated, kernels.alone(down)))
+
+    def run(x: Tensor) -> None:
+        for attention, out, gated, down in layers:
+            attention(x)
+            out(x)
+            down(gated(x))
+
+    return run
+
+
+def fp32(args: argparse.Namespace) -> None:
+    """Run a layer as kvcli does, as torch does and by oneDNN."""
     model = nn.ModuleList(nn.Linear(WIDTH, INNER, bias=False) for _ in range(COPIES))
     results = []
     for rows in args.rows:
@@ -55,13 +98,45 @@ def main() -> None:
             onednn.append(milliseconds(by_onednn))
             with cpu_linears(model):
                 ours.append(milliseconds(work))
-        ratio, over = (spread([a / b for a, b in zip(other, ours, strict=True)]) for other in (theirs, onednn))
+        ratio, over = (ratios(other, ours) for other in (theirs, onednn))
         times = {"torch_ms": spread(theirs), "onednn_ms": spread(onednn), "kvcli_ms": spread(ours)}
         results.append({"rows": rows, **times, "speedup": ratio, "speedup_over_onednn": over})
-        print(
-            f"{rows:>5} rows: {ratio['median']:.2f}x the speed ({ratio['min']:.2f} to {ratio['max']:.2f})", flush=True
-        )
+        print(f"{rows:>5} rows: {said(ratio)} the speed", flush=True)
     save(args.output, {"shape": [INNER, WIDTH], "rows": results})
+
+
+def packed(args: argparse.Namespace) -> None:
+    """Run the layers of a decode step with weights in each format."""
+    results = []
+    for called, shape in SHAPES.items():
+        names = [name for name in args.formats if name == "F32" or shape["width"] % PACKINGS[name].size == 0]
+        steps, x = {name: step(shape, name) for name in names}, torch.randn(1, 1, shape["width"])
+        least = dict.fromkeys(names, float("inf"))
+        for repeat in range(args.repeats + 1):
+            for name, run in steps.items():
+                started = time.perf_counter()
+                run(x)
+                taken = 1000 * (time.perf_counter() - started)
+                if repeat:
+                    least[name] = min(least[name], taken)
+        for name, taken in least.items():
+            results.append({"shape": called, "format": name, "ms": taken, "by_fp32": taken / least["F32"]})
+            print(f"{called:<14} {name:<6} {taken:8.2f} ms  {taken / least['F32']:.2f}", flush=True)
+    save(args.output, {"steps": results})
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print, keep."""
+    commands = (parser := arguments(__doc__)).add_subparsers(required=True)
+    one = add_command(commands, fp32, "cpu_linear")
+    one.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 32, 1024])
+    one.add_argument("--repeats", type=int, default=5, help="measurements of each, in turn")
+    two = add_command(commands, packed, "packed_linear")
+    two.add_argument("--formats", nargs="+", default=["F32", *PACKINGS])
+    two.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    args.work(args)
 
 
 if __name__ == "__main__":

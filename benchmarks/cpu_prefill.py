@@ -1,10 +1,17 @@
-"""Exact prefill against transformers' own (sdpa, default cache), on the CPU: time, and memory above the weights.
+"""Prefill on the CPU: exactly against transformers' own, and how its time grows with the prompt.
 
-Both read the same random prompt with the same dummy Llama (8 layers, width 512, 8 heads, 4 KV heads, fp32); kvcli
-keeps its KV as freekv does. Every measurement is a process of its own, so that its peak memory is its own; the two
-take turns, and a ratio is taken within each repeat.
+    python benchmarks/cpu_prefill.py exact
+    python benchmarks/cpu_prefill.py growth
 
-    python benchmarks/cpu_prefill.py
+`exact`: time, and memory above the weights, beside transformers (sdpa, default cache). Both read the same random prompt
+with the same dummy Llama (8 layers, width 512, 8 heads, 4 KV heads, fp32); kvcli keeps its KV as freekv does. Every
+measurement is a process of its own, so that its peak memory is its own; the two take turns, and a ratio is taken within
+each repeat.
+
+`growth`: a Llama of 2 such layers reads random prompts by windows (actqkv, infllm) and exactly; windows of 256 tokens
+attend to 2,048 tokens in every layer. The contexts of one repeat are read in turn; growth is a ratio within a repeat: a
+doubling of the context that takes twice the time is linear. It does not depend on the number of layers, which are all
+alike: two keep it to some minutes. Results are written after every prompt that was read.
 """
 
 import argparse
@@ -13,13 +20,17 @@ import resource
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
-from common import add_output, save, spread
-from cpu_decode import CONFIG, FREEKV
-from random_weights import model_of
-from transformers import LlamaForCausalLM
+from common import add_command, arguments, said, save, spread
+from random_weights import CONFIG, FREEKV, model_of
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.runtime.engine import engine
 
 WHO = ("transformers", "kvcli")
@@ -47,14 +58,35 @@ def measure(who: str, context: int) -> dict[str, float]:
     return {"seconds": time.perf_counter() - started, "bytes": peak_bytes() - before}
 
 
-def main() -> None:
-    """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 16_384], help="tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, in turn")
-    parser.add_argument("--measure", choices=WHO, help=argparse.SUPPRESS)
-    add_output(parser, "cpu_prefill")
-    args = parser.parse_args()
+SHALLOW = LlamaConfig(**CONFIG.to_diff_dict() | {"num_hidden_layers": 2})
+
+
+@torch.inference_mode()
+def seconds(model: LlamaForCausalLM, profile: Profile, context: int) -> float:
+    """Read a prompt of `context` tokens once."""
+    ids = torch.randint(0, SHALLOW.vocab_size, (context,), generator=torch.Generator().manual_seed(context)).tolist()
+    with engine(model_of(model), [context]) as ready:
+        method = ready.method(profile, ready.context(context, 0))
+        started = time.perf_counter()
+        ready.prefill(ids, [method])
+        return time.perf_counter() - started
+
+
+def growths(method: str, seconds_of: Mapping[int, Sequence[float]]) -> list[dict[str, Any]]:
+    """How much longer the next context took, in the repeats that have read both."""
+    return [
+        {
+            "method": method,
+            "from": shorter,
+            "to": longer,
+            "growth": spread([b / a for a, b in zip(seconds_of[shorter], seconds_of[longer], strict=False)]),
+        }
+        for shorter, longer in pairwise(seconds_of)
+    ]
+
+
+def exact(args: argparse.Namespace) -> None:
+    """Read prompts exactly, beside transformers."""
     if args.measure:
         print(json.dumps(measure(args.measure, args.contexts[0])))
         return
@@ -64,7 +96,7 @@ def main() -> None:
         for _ in range(args.repeats):
             run = {}
             for who in WHO:
-                command = [sys.executable, __file__, "--measure", who, "--contexts", str(context)]
+                command = [sys.executable, __file__, "exact", "--measure", who, "--contexts", str(context)]
                 run[who] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             runs.append(run)
         row = {"context": context}
@@ -80,6 +112,43 @@ def main() -> None:
             flush=True,
         )
     save(args.output, {"model": CONFIG.to_diff_dict(), "settings": FREEKV.settings.model_dump(), "rows": rows})
+
+
+def growth(args: argparse.Namespace) -> None:
+    """Read prompts of growing length, by windows and exactly."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(SHALLOW).eval()
+    times: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name in args.methods:
+        profile = resolve_profile(method=name)
+        contexts = [n for n in args.contexts if name != "full" or n <= args.longest_exact]
+        for _ in range(args.repeats):
+            for context in contexts:
+                times[name][context].append(seconds(model, profile, context))
+                rows = [row for each, found in times.items() for row in growths(each, found)]
+                kept = {each: {str(n): spread(taken) for n, taken in found.items()} for each, found in times.items()}
+                save(args.output, {"model": SHALLOW.to_diff_dict(), "rows": rows, "seconds": kept})
+        for row in growths(name, times[name]):
+            print(
+                f"{name:<8} {row['from']:>6,} -> {row['to']:>6,} tokens: {said(row['growth'])} the time",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    commands = (parser := arguments(__doc__)).add_subparsers(required=True)
+    one = add_command(commands, exact, "cpu_prefill")
+    one.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 16_384], help="tokens")
+    one.add_argument("--repeats", type=int, default=3, help="runs of each, in turn")
+    one.add_argument("--measure", choices=WHO, help=argparse.SUPPRESS)
+    two = add_command(commands, growth, "windowed_prefill")
+    two.add_argument("--methods", nargs="+", default=["actqkv", "infllm", "full"])
+    two.add_argument("--contexts", type=int, nargs="+", default=[16_384, 32_768, 65_536], help="tokens")
+    two.add_argument("--longest-exact", type=int, default=32_768, help="longest context that is read exactly")
+    two.add_argument("--repeats", type=int, default=2, help="runs of each, in turn")
+    args = parser.parse_args()
+    args.work(args)
 
 
 if __name__ == "__main__":

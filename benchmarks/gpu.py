@@ -23,7 +23,6 @@ longest would not fit; it is far larger than the processor's caches, so that thi
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -35,50 +34,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import RESULTS, provenance, write
+from common import RESULTS, arguments, provenance, write
 from gpu_parts.frame import Ended, Row, in_processes
 from gpu_parts.setting import Setting, full, smoke
-from gpu_parts.tables import show
-from gpu_parts.targets import judged
+from gpu_parts.targets import judged, show
 
 
 class BenchmarkPart(NamedTuple):
-    """A module of `gpu_parts` by its name, the seconds it may take, and what it finds out; what counts comes first."""
+    """A function of a module in `gpu_parts`, the seconds it may take, and what it finds out; what counts is first."""
 
+    module: str
     name: str
     limit: float
     about: str
 
 
 PARTS = (
-    BenchmarkPart("machine", 30, "the device"),
-    BenchmarkPart("kernels", 150, "every kernel against its reference"),
-    BenchmarkPart("rates", 60, "copies on the device and across the bus, pages gathered by the recall kernel"),
-    BenchmarkPart("agreement", 90, "the pipeline over slots against the blocking one"),
-    BenchmarkPart("speed", 60, "a decode step at a short context"),
-    BenchmarkPart("length", 75, "a decode step at a context 32 times as long"),
-    BenchmarkPart("batch", 90, "batches, and recall that is blocking and page by page"),
-    BenchmarkPart("peers", 75, "transformers' caches"),
-    BenchmarkPart("reading", 120, "prefill"),
-    BenchmarkPart("phases", 45, "where the time of a step goes"),
-    BenchmarkPart("methods_middle", 240, "every method beside freekv, middle context"),
-    BenchmarkPart("methods_short", 180, "every method beside freekv, short context"),
-    BenchmarkPart("methods_batch", 300, "every method beside freekv, a batch at the short context"),
-    BenchmarkPart("throughput", 240, "ShadowKV against full attention, each at its largest batch"),
-    BenchmarkPart("methods_large", 240, "methods that offload beside freekv, a batch at the middle context"),
-    BenchmarkPart("methods_pieces", 240, "every method that is served in pieces beside freekv, short context"),
-    BenchmarkPart("other", 45, "another architecture"),
-    BenchmarkPart("ablation", 60, "recall with its parts switched off"),
-    BenchmarkPart("static", 110, "transformers' static cache, compiled"),
+    BenchmarkPart("device", "machine", 30, "the device"),
+    BenchmarkPart("device", "kernels", 150, "every kernel against its reference"),
+    BenchmarkPart("device", "rates", 60, "copies on the device and across the bus, pages gathered by recall"),
+    BenchmarkPart("agreement", "agreement", 90, "the pipeline over slots against the blocking one"),
+    BenchmarkPart("steps", "speed", 60, "a decode step at a short context"),
+    BenchmarkPart("steps", "length", 75, "a decode step at a context 32 times as long"),
+    BenchmarkPart("steps", "batch", 90, "batches, and recall that is blocking and page by page"),
+    BenchmarkPart("peers", "peers", 75, "transformers' caches"),
+    BenchmarkPart("peers", "reading", 120, "prefill"),
+    BenchmarkPart("steps", "phases", 45, "where the time of a step goes"),
+    BenchmarkPart("methods", "methods_middle", 240, "every method beside freekv, middle context"),
+    BenchmarkPart("methods", "methods_short", 180, "every method beside freekv, short context"),
+    BenchmarkPart("methods", "methods_batch", 300, "every method beside freekv, a batch at the short context"),
+    BenchmarkPart("methods", "throughput", 240, "ShadowKV against full attention, each at its largest batch"),
+    BenchmarkPart("methods", "methods_large", 240, "methods that offload beside freekv, a batch at the middle context"),
+    BenchmarkPart("methods", "methods_pieces", 240, "every method served in pieces beside freekv, short context"),
+    BenchmarkPart("steps", "other", 45, "another architecture"),
+    BenchmarkPart("steps", "ablation", 60, "recall with its parts switched off"),
+    BenchmarkPart("peers", "static", 110, "transformers' static cache, compiled"),
 )
-ELSEWHERE = {
-    "static": ("peers", "static"),
-    "throughput": ("methods", "throughput"),
-    **{f"methods_{which}": ("methods", which) for which in ("short", "middle", "batch", "large", "pieces")},
-}
-"""Parts that are not `run` of a module of their name."""
-
-GOES_ON = {name for name, (module, which) in ELSEWHERE.items() if module == "methods" and which != "throughput"}
+GOES_ON = {part.name for part in PARTS if part.name.startswith("methods_")}
 """Parts that look at what they found before, and do the rest."""
 
 SECONDS = 510.0  # for everything but imports
@@ -87,7 +79,7 @@ ROUNDS_END = 0.8  # of a part's limit: rounds that are still to come then are le
 
 def main() -> None:
     """Run the parts, print the tables, keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--parts", help=f"only some, comma-separated: {', '.join(names)}")
@@ -165,7 +157,7 @@ def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: f
     rows = [row for row in results.get(part.name, {"rows": []})["rows"] if "error" not in row]
     rows = rows if part.name in GOES_ON else []
     setting = replace(setting, deadline=started + ROUNDS_END * limit)
-    for _, message in in_processes({part.name: partial(rows_of, part.name, setting, results)}, limit):
+    for _, message in in_processes({part.name: partial(rows_of, part, setting, results)}, limit):
         if isinstance(message, Ended):
             end = message
         else:
@@ -177,10 +169,10 @@ def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: f
     return {"state": state, "error": end.error, "seconds": seconds, "rows": rows}
 
 
-def rows_of(name: str, setting: Setting, results: dict[str, Any]) -> Iterator[Row]:
+def rows_of(part: BenchmarkPart, setting: Setting, results: dict[str, Any]) -> Iterator[Row]:
     """Import a part and run it; what it needs may be missing, which is its own failure."""
-    module, function = ELSEWHERE.get(name, (name, "run"))
-    rows: Iterator[Row] = getattr(importlib.import_module(f"gpu_parts.{module}"), function)(setting, results)
+    module = importlib.import_module(f"gpu_parts.{part.module}")
+    rows: Iterator[Row] = getattr(module, part.name)(setting, results)
     return rows
 
 

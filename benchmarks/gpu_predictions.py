@@ -10,14 +10,13 @@ are taken from experience with other GPUs, not measured on this one. Methods of 
 their time on the host, which is not predicted: they have a floor alone.
 """
 
-import argparse
 import json
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-from common import RESULTS, add_output, save
+from common import RESULTS, arguments, save
 
 from kvcli.capacity import memory
 from kvcli.capacity.planning.advice import PublishedGPU, published
@@ -43,9 +42,8 @@ CORRECTED = 0.3  # part of FreeKV's KV heads that wait for their recall
 
 def main() -> None:
     """Predict, print the table, and keep it."""
-    parser = argparse.ArgumentParser(description="Predicted times of a decode step of every method on a GPU.")
+    parser = arguments("Predicted times of a decode step of every method on a GPU.", "gpu_predictions")
     parser.add_argument("--gpu", default="h200", help="a GPU of `kvcli plan --gpu`")
-    add_output(parser, "gpu_predictions")
     asked = parser.parse_args()
     gpu = published(asked.gpu)
     subject = PlannedRun.of(read_config(ModelSpec(MODEL, load_format="dummy")), DTYPE)

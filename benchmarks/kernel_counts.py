@@ -9,9 +9,7 @@ layer among them (`LAYER` of `tests/runtime/gpu/test_fused.py`); where heads are
 puts the budgets of the trace's test at a commit beside.
 """
 
-import argparse
 import ast
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +23,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/runtime/gpu")]
 
 import test_fused  # noqa: E402
 import test_trace  # noqa: E402
+from common import arguments, save  # noqa: E402
 
 from kvcli.kernels import page_scores  # noqa: E402
 from kvcli.methods import get_method  # noqa: E402
@@ -64,7 +63,7 @@ def counted(name: str, switch: dict[str, Any], lengths: tuple[int, ...]) -> dict
 
 def main() -> None:
     """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description="Kernels that every method launches a layer and step at 128K.")
+    parser = arguments(__doc__)
     parser.add_argument("--against", metavar="COMMIT", help="a commit whose numbers stand beside")
     parser.add_argument("-o", "--output", type=Path, help="write JSON, too")
     asked = parser.parse_args()
@@ -76,10 +75,8 @@ def main() -> None:
         sums = "{triton:g} + {torch:g} | " + old + " | {chain:g} | {corrected:g}"
         print(f"| `{label}` | {sums.format(**numbers)} |")
     if asked.output:
-        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
-        made = {"commit": commit, "length": LENGTH, "model": test_fused.LAYER, "methods": found}
-        made |= {"against": {"commit": asked.against, "methods": before}}
-        asked.output.write_text(json.dumps(made, indent=1) + "\n")
+        against = {"commit": asked.against, "methods": before}
+        save(asked.output, {"length": LENGTH, "model": test_fused.LAYER, "methods": found, "against": against})
 
 
 def budgets(commit: str) -> dict[str, list[int]]:

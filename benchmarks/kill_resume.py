@@ -8,7 +8,6 @@ where tokens, counts or the method's statistics differ, or where more tokens wer
 the next.
 """
 
-import argparse
 import json
 import mmap
 import os
@@ -22,7 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import add_output, save
+from common import arguments, save
 
 from kvcli.generate import generate, resume
 from kvcli.inputs.options import Keep
@@ -153,20 +152,19 @@ def run(case: Case, kills: int, draw: random.Random) -> dict[str, object]:
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "kill_resume")
     parser.add_argument("--method", default=",".join(method_names()), help="methods, comma-separated")
     parser.add_argument("--kills", type=int, default=5, help="of each method, greedy and sampled")
     parser.add_argument("--tokens", type=int, default=48, help="of each sequence")
     parser.add_argument("--every", type=int, default=4, help="tokens from one writing to the next")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    add_output(parser, "kill_resume")
-    arguments = parser.parse_args()
-    draw, rows = random.Random(arguments.seed), []
-    for method in arguments.method.split(","):
+    given = parser.parse_args()
+    draw, rows = random.Random(given.seed), []
+    for method in given.method.split(","):
         for temperature in (0.0, 0.8):
-            rows.append(run(Case(method, temperature, arguments.tokens, arguments.every), arguments.kills, draw))
+            rows.append(run(Case(method, temperature, given.tokens, given.every), given.kills, draw))
             print(*rows[-1].values(), flush=True)
-    save(arguments.output, {"rows": rows, "kills": sum(int(str(row["kills"])) for row in rows)})
+    save(given.output, {"rows": rows, "kills": sum(int(str(row["kills"])) for row in rows)})
     if not all(row["same"] for row in rows):
         sys.exit("some runs did not go on as if nobody had killed them")
 

@@ -14,7 +14,6 @@ It fails where a directory is neither whole nor away, where something whole is l
 of a run that goes on from what is left differs, or where a run that is not killed leaves something half-made.
 """
 
-import argparse
 import itertools
 import mmap
 import os
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_output, save
+from common import arguments, save
 
 from kvcli.errors import KvcliError
 from kvcli.generate import generate
@@ -215,10 +214,9 @@ def kill(times: int, folder: Path, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run, and write what was seen."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "kill_saved")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    add_output(parser, "kill_saved")
     given = parser.parse_args()
     torch.set_num_threads(1)  # more do not survive a fork
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,6 @@ within each; tokens have to be the same. The first steps do not count: there the
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -21,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_output, save, spread
-from cpu_decode import CONFIG, SOFTMAX, made_up_kv
-from random_weights import model_of
+from common import arguments, save, spread
+from random_weights import CONFIG, SOFTMAX, made_up_kv, model_of
 from transformers import LlamaForCausalLM
 
 from kvcli.capacity.memory import kv_footprint
@@ -153,12 +151,11 @@ def measure(case: Case, share: float, folder: Path, repeats: int) -> dict[str, A
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "kv_disk")
     parser.add_argument("--repeats", type=int, default=5, help="of each case")
     parser.add_argument("--share", type=float, default=0.2, help="of the KV that host memory caches")
     parser.add_argument("--methods", default="freekv,arkvale,infllm,shadowkv,offload")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory of the files")
-    add_output(parser, "kv_disk")
     given = parser.parse_args()
     load = os.getloadavg()[0]
     rows = [measure(case, given.share, given.disk, given.repeats) for case in cases(given.methods.split(","))]

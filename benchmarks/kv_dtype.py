@@ -1,12 +1,17 @@
-"""Answers of the demo model with KV in host memory as the model computes it, in 8 bits and in 4.
+"""KV in host memory in 8 and 4 bits against KV as the model computes it: answers of the demo model, and decode steps.
 
-    python benchmarks/kv_dtype.py                    about fifteen minutes on one core
-    python benchmarks/kv_dtype.py --limit 4          a look
-    python benchmarks/kv_dtype.py --tasks vt --limit 100
+    python benchmarks/kv_dtype.py answers               about fifteen minutes on one core
+    python benchmarks/kv_dtype.py answers --limit 4     a look
+    python benchmarks/kv_dtype.py steps                 about ten minutes on two cores
+    python benchmarks/kv_dtype.py steps --methods freekv --repeats 3
 
-The same documents for all three, each read once, through `freekv` with a small budget, which recalls pages of what is
-rounded, `fier`, which recalls single tokens, and `offload`, which attends to all of it. `less` is what a document loses
-by rounding, paired over the documents: the mean with its standard error.
+`answers`: the same documents for all three, each read once, through `freekv` with a small budget, which recalls pages
+of what is rounded, `fier`, which recalls single tokens, and `offload`, which attends to all of it. `less` is what a
+document loses by rounding, paired over the documents: the mean with its standard error.
+
+`steps`: a dummy Llama of mid size continues 16K made-up tokens whose queries turn completely at every step, so that
+nearly all that is selected is recalled; `offload` and `refreekv`, which keeps everything here, read all of it. In fp32
+and in bfloat16, in turn, repeat after repeat; a ratio is taken within each repeat.
 """
 
 import argparse
@@ -19,19 +24,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import add_output, save
+import torch
+from common import add_command, arguments, ratios, save, spread
+from random_weights import CONFIG, Run, kvcli_steps, made_up_kv
+from transformers import LlamaForCausalLM
+
+from kvcli.inputs.profiles import resolve_profile
 
 TASKS, LENGTH, BUDGET, ENDS = "niah_single,niah_multikey,vt,ppl", "4K", 512, 64
 DTYPES = ("auto", "int8", "int4")
-METHODS = {f"freekv {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS}}
-METHODS |= {f"fier {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS, "offload": True}, "offload": {}}
+ASKED = {f"freekv {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS}}
+ASKED |= {f"fier {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS, "offload": True}, "offload": {}}
 
 
-def answers(tasks: str, limit: int) -> list[dict[str, Any]]:
+def scored(tasks: str, limit: int) -> list[dict[str, Any]]:
     """Run `kvcli eval` with all of them; a row for each dtype, method and task."""
     with TemporaryDirectory() as folder:
         profiles = []
-        for method, settings in METHODS.items():
+        for method, settings in ASKED.items():
             for dtype in DTYPES:
                 name = method.split()[0]
                 profiles.append(Path(folder) / f"{name}-{dtype}.toml")
@@ -64,17 +74,63 @@ def paired(less: list[float]) -> dict[str, float]:
     return {"less": statistics.fmean(less), "less_stderr": error}
 
 
-def main() -> None:
-    """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, default=30, help="documents of each task")
-    parser.add_argument("--tasks", default=TASKS)
-    add_output(parser, "kv_dtype")
-    given = parser.parse_args()
-    rows = answers(given.tasks, given.limit)
+def answers(given: argparse.Namespace) -> None:
+    """Ask with KV in each form."""
+    rows = scored(given.tasks, given.limit)
     for row in rows:
         print(*(row.get(key, "") for key in ("kv_dtype", "method", "task", "value", "stderr", "less", "less_stderr")))
     save(given.output, {"length": LENGTH, "budget": BUDGET, "sink": ENDS, "window": ENDS, "rows": rows})
+
+
+TIMED: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("freekv", "arkvale", "shadowkv", "infllm", "infinigen", "pariskv", "retroinfer")},
+    "magicpig": {},
+    "fier": {"offload": True},
+    "offload": {},
+    "refreekv": {"offload": True, "threshold": 0.0},
+}
+
+
+def measure(method: str, context: int, dtype: torch.dtype, steps: int, repeats: int) -> dict[str, Any]:
+    """Run one method with all of them, print and return the figures."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).eval().to(dtype)
+    kv = [(k.to(dtype), v.to(dtype)) for k, v in made_up_kv(context)]
+    taken: dict[str, list[float]] = {held: [] for held in DTYPES}
+    for _ in range(repeats):
+        for held, times in taken.items():
+            run = Run(resolve_profile(method, overrides={**TIMED[method], "kv_dtype": held}))
+            times.append(statistics.median(kvcli_steps(run, model, kv, context, steps)[0]))
+    row: dict[str, Any] = {"method": method, "dtype": str(dtype).removeprefix("torch."), "context": context}
+    for held, times in taken.items():
+        row[f"{held}_ms"] = spread(times)
+        row[f"{held}_ratio"] = ratios(times, taken["auto"])
+    said = ", ".join(f"{held} {row[f'{held}_ratio']['median']:.2f}" for held in DTYPES[1:])
+    print(f"{method:<11} {row['dtype']:<9} {row['auto_ms']['median']:6.1f} ms as computed; {said} of it", flush=True)
+    return row
+
+
+def steps(given: argparse.Namespace) -> None:
+    """Time decode steps with KV in each form."""
+    dtypes = (torch.float32, torch.bfloat16)
+    pairs = [(method, dtype) for method in given.methods.split(",") for dtype in dtypes]
+    rows = [measure(method, given.context, dtype, given.steps, given.repeats) for method, dtype in pairs]
+    save(given.output, {"model": CONFIG.to_diff_dict(), "rows": rows})
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    commands = (parser := arguments(__doc__)).add_subparsers(required=True)
+    one = add_command(commands, answers, "kv_dtype")
+    one.add_argument("--limit", type=int, default=30, help="documents of each task")
+    one.add_argument("--tasks", default=TASKS)
+    two = add_command(commands, steps, "kv_step")
+    two.add_argument("--methods", default=",".join(TIMED))
+    two.add_argument("--context", type=int, default=16_384, help="tokens")
+    two.add_argument("--steps", type=int, default=10, help="timed decode steps a run")
+    two.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
+    given = parser.parse_args()
+    given.work(given)
 
 
 if __name__ == "__main__":

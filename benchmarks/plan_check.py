@@ -20,7 +20,7 @@ through the decode steps as if it knew nothing of them. Figures are medians over
 
 from __future__ import annotations
 
-import argparse
+import copy
 import ctypes
 import gc
 import json
@@ -40,9 +40,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from common import add_output, save, spread
-from plan_cases import COMBINATIONS, HEAVY, KINDS, SHAPES, STORED, config_of
+from common import arguments, save, spread
 from random_weights import model_of
+from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen3NextConfig
 
 from kvcli.capacity import memory
 from kvcli.capacity.disk import disk_tier
@@ -60,12 +60,87 @@ from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 
+SHAPES = {
+    "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "heads": (4, 2)},
+    "mid": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
+    "wide": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "heads": (16, 4)},
+}
+# Forms in which checkpoints of one more shape are stored, planned from their files and loaded.
+STORED = ("int8", "int4")
+HEAVY = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "heads": (32, 8), "vocab_size": 4000}
+KIND: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "moe_intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 131_072,
+}
+# A hybrid, of which each fourth layer attends and the others keep a state, and latent attention; both with experts.
+KINDS: dict[str, PreTrainedConfig] = {
+    "hybrid": Qwen3NextConfig(
+        **KIND,
+        num_key_value_heads=4,
+        head_dim=64,
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=8,
+        shared_expert_intermediate_size=352,
+    ),
+    "latent": DeepseekV2Config(
+        **KIND,
+        num_key_value_heads=8,
+        q_lora_rank=None,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+    ),
+}
+COMBINATIONS = [  # shape, method, context, batch
+    ("small", "streaming", 8192, 1),
+    ("small", "fier", 8192, 1),
+    ("small", "freekv", 8192, 2),
+    ("mid", "full", 4096, 1),
+    ("mid", "full", 8192, 1),
+    ("mid", "freekv", 4096, 1),
+    ("mid", "quest", 8192, 1),
+    ("mid", "shadowkv", 4096, 1),
+    ("wide", "full", 4096, 2),
+    ("wide", "freekv", 4096, 1),
+    ("hybrid", "freekv", 4096, 1),
+    ("hybrid", "freekv", 16_384, 1),
+    ("latent", "freekv", 4096, 1),
+    ("latent", "freekv", 16_384, 1),
+    ("int8", "freekv", 2500, 1),
+    ("int4", "freekv", 2500, 1),
+    ("mid", "freekv on disk", 8192, 1),
+]
 CPU, DTYPE = torch.device("cpu"), torch.float32
 HALF, WARMUP = 36, 4  # steps on either side of the plan, and how many of each do not count
 STEPS = 2 * HALF + 1  # the first token is the prompt's
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}  # glibc's, in bytes
 ON_DISK = " on disk"
 CACHED = 5  # a fifth of the KV that would lie in host memory is cached there
+
+
+def config_of(shape: str) -> PreTrainedConfig:
+    """The config of a shape of `SHAPES` or `KINDS`."""
+    if shape in KINDS:
+        return copy.deepcopy(KINDS[shape])
+    sizes: dict[str, Any] = {"vocab_size": 32_000, **(HEAVY if shape in STORED else SHAPES[shape])}
+    heads, kv_heads = sizes.pop("heads")
+    return LlamaConfig(
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=131_072, **sizes
+    )
 
 
 def disk_of(geometry: ModelGeometry, method: str, context: int, batch: int) -> DiskOptions | None:
@@ -264,10 +339,9 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] == "store":
         store(*sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "plan_check")
     parser.add_argument("--repeats", type=int, default=5, help="of each combination")
     parser.add_argument("--only", type=int, nargs="+", help="combinations by their place, from 0")
-    add_output(parser, "plan_check")
     args = parser.parse_args()
     chosen = COMBINATIONS if args.only is None else [COMBINATIONS[index] for index in args.only]
     load = os.getloadavg()[0]

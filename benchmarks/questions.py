@@ -7,13 +7,12 @@ The document is saved once under `full` and opened under every method that reads
 windows keep no KV that others can open; they are asked together and alone.
 """
 
-import argparse
 import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import add_output, save
+from common import arguments, save
 
 import kvcli
 from kvcli.errors import KvcliError
@@ -34,11 +33,10 @@ def settings(method: str, budget: int) -> dict[str, Any]:
 
 def main() -> None:
     """Ask, compare, and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "questions")
     parser.add_argument("--method", default=",".join(method_names()))
     parser.add_argument("--questions", type=int, default=len(ASKED) * len(NAMES))
     parser.add_argument("--max-tokens", type=int, default=16)
-    add_output(parser, "questions")
     args = parser.parse_args()
     every = [f"According to the text above, what is the {what} of {name}?" for what in ASKED for name in NAMES]
     questions = list(itertools.islice(every, args.questions))

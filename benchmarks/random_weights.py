@@ -1,13 +1,64 @@
-"""Models with random weights, made from a config, as kvcli runs them."""
+"""Models with random weights and made-up KV, as several benchmarks run them on a CPU."""
 
-from transformers import PreTrainedModel
+from typing import NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcli.capacity.planning.probe import WordlessTokenizer
+from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import Model
+from kvcli.runtime.engine import engine
+from kvcli.runtime.sampling import Sampling
+from kvcli.telemetry.counters import Counters
+
+CONFIG = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=131_072,
+)
+FREEKV = resolve_profile("freekv", overrides={"budget": 1024, "sink": 128, "window": 128})
+WARMUP = 2
+SOFTMAX = Softmax((CONFIG.hidden_size // CONFIG.num_attention_heads) ** -0.5)
+
+
+class Run(NamedTuple):
+    """What is timed beside transformers."""
+
+    profile: Profile
+    steady: bool = False
 
 
 def model_of(module: PreTrainedModel) -> Model:
     """Give kvcli a model without a tokenizer; its tokens have no text."""
     geometry = geometry_of(module.config, module.dtype)
     return Model(module, WordlessTokenizer(), geometry, module.device, module.dtype, "made up", "dummy")  # type: ignore[arg-type]
+
+
+def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [Hk, context, d] of every layer."""
+    generator = torch.Generator().manual_seed(context)
+    shape = (CONFIG.num_key_value_heads, context, CONFIG.hidden_size // CONFIG.num_attention_heads)
+    return [tuple(torch.randn(shape, generator=generator) for _ in range(2)) for _ in range(CONFIG.num_hidden_layers)]
+
+
+@torch.inference_mode()
+def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], Counters]:
+    """Step times of kvcli's loop with a method, in milliseconds, and its counters."""
+    sampling = Sampling(max_tokens=1 + steps + WARMUP, ignore_eos=True)
+    with engine(model_of(model), [context + sampling.max_tokens]) as ready:
+        method = ready.method(run.profile, ready.context(context, sampling.max_tokens))
+        for layer, (k, v) in enumerate(kv):
+            q = torch.randn(CONFIG.num_attention_heads, method.query_rows, k.shape[2]).to(k.dtype)
+            method.prefill(layer, k, v, q, SOFTMAX)
+        sampler = (lambda _: 1) if run.steady else None
+        sequence = ready.sequence(method, sampling, sampler=sampler, first_token=1)
+        for _ in ready.decode([sequence]):
+            pass
+    return sequence.decode_ms[WARMUP:], sequence.counters

@@ -18,6 +18,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from common import RESULTS, arguments
+
 from kvcli.inputs.variants import variants
 from kvcli.methods import method_names
 from kvcli.models.loading import ModelSpec
@@ -30,7 +32,6 @@ from kvcli.quality.tasks import TASKS
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.observer import Observer
 
-ROOT = Path(__file__).parent.parent
 SMALL = {"sink": "32", "window": "32", "page_size": "16", "dense_layers": "1"}  # for budgets of a few hundred tokens
 LONG = ("records_json", "long_lookup")  # answers of hundreds or thousands of tokens, which take most of the time
 
@@ -170,19 +171,19 @@ def _asked(options: argparse.Namespace) -> EvaluationTable:
     return replace(tables[0], results=[result for table in tables for result in table.results])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Ask, and write figures, page and documents."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("-m", "--model", help="the bundled model by default")
     parser.add_argument("--tasks", default=",".join(task for task in TASKS if task not in LONG))
     parser.add_argument("--methods", default=",".join(method_names()))
     parser.add_argument("--lengths", default="4096,8192,16384")
     parser.add_argument("--budgets", default="256,512,1024")
     parser.add_argument("--rows", default="3,2,1", help="documents a task, of each length or of all")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results" / "answers")
+    parser.add_argument("--folder", type=Path, default=RESULTS / "answers")
     parser.add_argument("--document", type=Path, action="append", default=[], help="a page with marks")
     parser.add_argument("--prefix", default="", help="what the names of the marks begin with")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
 
     # Missing marks are found before the work.
     parts = {document: _marked(document, options.prefix) for document in options.document}

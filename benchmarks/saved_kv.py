@@ -37,7 +37,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from common import add_output, save, spread
+from common import arguments, ratios, save, spread
 from random_weights import model_of
 from transformers import AutoModelForCausalLM
 
@@ -184,11 +184,6 @@ class InMemory:
         return time.perf_counter() - begun - self.filling
 
 
-def ratios(rates: list[float], others: list[float]) -> dict[str, float]:
-    """What lies between neighbours in time."""
-    return spread([rate / other for rate, other in zip(rates, others, strict=True)])
-
-
 def loading(ready: Engine, tokens: int, folder: Path, rounds: int) -> dict[str, object]:
     """Save a document of made-up KV, read it and ask about it."""
     document = [5 + at % 1000 for at in range(tokens)]
@@ -253,7 +248,7 @@ def held_elsewhere(given: argparse.Namespace, questions: int) -> int:
 
 def main() -> None:
     """Measure, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "saved_kv")
     parser.add_argument("--shape", default="small", help="a shape that comes with kvcli")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=12288, help="tokens of the document")
@@ -261,7 +256,6 @@ def main() -> None:
     parser.add_argument("--loaded", default="2048,12288,262144", help="tokens of documents that are loaded")
     parser.add_argument("--folder", type=Path, help="where to write: the disk that is measured")
     parser.add_argument("--held", type=int, metavar="N", help="only the memory of N questions, in bytes")
-    add_output(parser, "saved_kv")
     given, before = parser.parse_args(), os.getloadavg()
     config = shortened(read_config(ModelSpec(given.shape, load_format="dummy")), given.layers, 2)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -289,7 +283,7 @@ def main() -> None:
         "load_average": [*before, *os.getloadavg()],
         "prefill_s": spread(plain),
         "prefill_saving_s": spread(saving),
-        "saving_to_plain_prefill": spread([after / before for after, before in zip(saving, plain, strict=True)]),
+        "saving_to_plain_prefill": ratios(saving, plain),
         "prefill_until_saved_s": spread(until),
         "memory_bytes": memory,
         "loading": sizes,

@@ -6,12 +6,7 @@ python benchmarks/tables.py
 import json
 from typing import Any
 
-from common import RESULTS
-
-
-def ratio(spread: dict[str, float]) -> str:
-    """Write a ratio with its spread."""
-    return f"{spread['median']:.2f}x ({spread['min']:.2f} to {spread['max']:.2f})"
+from common import RESULTS, said
 
 
 def milliseconds(time: float | None) -> str:
@@ -35,25 +30,23 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def main() -> None:
     """Print all tables."""
     runs = ["full", "turning", "steady"]
-    decode = [[f"{row['context']:,}", *(ratio(row[f"{run}_speedup"]) for run in runs)] for row in rows_of("cpu_decode")]
+    decode = [[f"{row['context']:,}", *(said(row[f"{run}_speedup"]) for run in runs)] for row in rows_of("cpu_decode")]
     table("Decode step (`cpu_decode.json`): times faster than transformers", ["context", *runs], decode)
     prefill = [
-        [f"{row['context']:,}", ratio(row["seconds_ratio"]), ratio(row["bytes_ratio"])]
-        for row in rows_of("cpu_prefill")
+        [f"{row['context']:,}", said(row["seconds_ratio"]), said(row["bytes_ratio"])] for row in rows_of("cpu_prefill")
     ]
     table("Exact prefill (`cpu_prefill.json`): kvcli over transformers", ["context", "time", "memory"], prefill)
     windowed = [
-        [row["method"], f"{row['from']:,} to {row['to']:,}", ratio(row["growth"])]
-        for row in rows_of("windowed_prefill")
+        [row["method"], f"{row['from']:,} to {row['to']:,}", said(row["growth"])] for row in rows_of("windowed_prefill")
     ]
     table("Growth of prefill (`windowed_prefill.json`)", ["method", "tokens", "time"], windowed)
     linear = [
-        [str(row["rows"]), *map(ratio, (row["speedup"], row["speedup_over_onednn"]))] for row in rows_of("cpu_linear")
+        [str(row["rows"]), *map(said, (row["speedup"], row["speedup_over_onednn"]))] for row in rows_of("cpu_linear")
     ]
     table("Linear layer (`cpu_linear.json`)", ["rows", "speedup over torch", "over oneDNN"], linear)
     plan = [
         [f"{row['shape']}, {row['method']}, {row['context']:,} x {row['batch']}"]
-        + [ratio(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]
+        + [said(row["planned_by_taken"][key]) for key in ("bytes", "step_ms")]
         for row in [*rows_of("plan_check"), *rows_of("plan_check_kinds"), *rows_of("plan_check_rungs")]
     ]
     table(
@@ -72,7 +65,7 @@ def main() -> None:
     steps = [
         [f"`{method}`"]
         + [
-            ratio(row[whose][key]) if whose in (row := found[method, context]) else ""
+            said(row[whose][key]) if whose in (row := found[method, context]) else ""
             for context in contexts
             for whose, key in columns.values()
         ]
@@ -84,7 +77,7 @@ def main() -> None:
         [
             f"{row['case']}, {row['context']:,}",
             row["method"],
-            ratio(row["step_by_step_without"]),
+            said(row["step_by_step_without"]),
             f"{row['hit_rate']:.0%}",
             f"{row['bytes_from_disk_a_step'] / 2**20:.2f}",
             f"{row['read_by_missed']:.2f}x",
@@ -102,7 +95,7 @@ def main() -> None:
     held = [[*pair, *(scores[*pair, dtype] for dtype in ("auto", "int8", "int4"))] for pair in pairs]
     table("Answers with quantised KV (`kv_dtype.json`)", ["method", "task", "fp32", "int8", "int4"], held)
     steps = [
-        [row["method"], row["dtype"], ratio(row["int8_ratio"]), ratio(row["int4_ratio"])] for row in rows_of("kv_step")
+        [row["method"], row["dtype"], said(row["int8_ratio"]), said(row["int4_ratio"])] for row in rows_of("kv_step")
     ]
     table(
         "Step with quantised KV over one with KV as computed, 16,384 tokens (`kv_step.json`)",

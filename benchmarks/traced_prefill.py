@@ -11,7 +11,6 @@ the allocator keeps, and what libraries take for themselves, is not traced.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from common import add_output, save  # noqa: E402
+from common import arguments, save  # noqa: E402
 from fake_prefill import Prefilled  # noqa: E402
 
 from kvcli.capacity import memory  # noqa: E402
@@ -71,11 +70,10 @@ def check(label: str, context: int, layers: int) -> dict[str, Any]:
 
 def main() -> None:
     """Trace all methods, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "traced_prefill")
     parser.add_argument("--context", type=parse_count, default=1 << 20, help="tokens of the prompt")
     parser.add_argument("--layers", type=int, default=3, help="of the model that are run")
     parser.add_argument("--only", type=int, nargs="+", help="methods by their place, from 0")
-    add_output(parser, "traced_prefill")
     args = parser.parse_args()
     labels = list(METHODS) if args.only is None else [list(METHODS)[at] for at in args.only]
     rows = [check(label, args.context, args.layers) for label in labels]

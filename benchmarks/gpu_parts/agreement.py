@@ -56,7 +56,7 @@ CAPTURED: list[Variant] = [
 LAUNCHED: list[Variant] = [*(("launched", torch.float32, {"tau": tau}) for tau in (0.0, 0.9, 1.0)), *ABLATED]
 
 
-def run(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+def agreement(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     """Yield a row for each comparison."""
     variants = CAPTURED if setting.device.type == "cuda" else LAUNCHED
     for how, dtype, settings in variants:

@@ -77,8 +77,3 @@ def captured(work: Work, device: torch.device) -> Work:
 def milliseconds(seconds: list[float]) -> dict[str, float]:
     """Median, least and most."""
     return spread([1000 * taken for taken in seconds])
-
-
-def ratios(above: list[float], below: list[float]) -> dict[str, float]:
-    """Spread of the ratios, each taken within one repeat."""
-    return spread([one / other for one, other in zip(above, below, strict=True)])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_parts.rates import pinned
+from gpu_parts.device import pinned
 from gpu_parts.setting import Setting
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.inputs.profiles import Profile, resolve_profile

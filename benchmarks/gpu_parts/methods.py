@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from gpu_parts.clock import freed, in_turn
-from gpu_parts.contenders import BY_GRAPH, IN_PIECES, OFFLOADING, Contender
 from gpu_parts.frame import Row, describe
 from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Running, StepCase, compared, row_of, shown
+from gpu_parts.targets import BY_GRAPH, IN_PIECES, OFFLOADING, Contender
 from kvcli.capacity.memory import planned_method
 from kvcli.errors import KvcliError
 
@@ -31,27 +31,27 @@ GIB = 1 << 30
 FILLED = 0.85  # of what is free on the device, by the sequences of the largest batch
 
 
-def short(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_short(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method at the short context."""
     yield from beside_freekv(setting, found, "methods_short", BY_GRAPH, setting.short)
 
 
-def middle(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_middle(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method at the middle context."""
     yield from beside_freekv(setting, found, "methods_middle", BY_GRAPH, setting.middle)
 
 
-def batch(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_batch(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method for a batch at the short context."""
     yield from beside_freekv(setting, found, "methods_batch", BY_GRAPH, setting.short, setting.many)
 
 
-def large(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_large(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method that offloads, for a batch at the middle context; the sequences begin as copies."""
     yield from beside_freekv(setting, found, "methods_large", OFFLOADING, setting.middle, setting.many, copied=True)
 
 
-def pieces(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_pieces(setting: Setting, found: Any) -> Iterator[Row]:
     """Yield a row a method that is served in pieces, at the short context."""
     yield from beside_freekv(setting, found, "methods_pieces", IN_PIECES, setting.short)
 

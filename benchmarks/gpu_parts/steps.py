@@ -1,7 +1,8 @@
-"""Decode steps of several methods, timed in turn."""
+"""Decode steps of several cases, timed in turn: their lengths, batches, corrections, parts and phases."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gpu_parts.clock import Work, in_turn, milliseconds
-from gpu_parts.frame import Row
-from gpu_parts.made_up import Workshop
+from gpu_parts.clock import Work, freed, in_turn, milliseconds
+from gpu_parts.frame import NotHere, Row
+from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
-from kvcli.capacity.roofline import step_work
+from kvcli.bench.phases import parts_of, products_of, traced
+from kvcli.capacity.roofline import PHASES, step_work
 from kvcli.methods.card import GRAPH, gpu_step_of
+from kvcli.methods.freekv import FreeKV
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.pipeline import DecisionRates
 from kvcli.runtime.gpu.stepper import SlotStepper
@@ -189,4 +192,130 @@ def shown(row: Row) -> Row:
     print(line, flush=True)
     for notice in row["notices"]:
         print(f"    {notice}", flush=True)
+    return row
+
+
+CORRECTED = (0.0, 0.1, 0.3, 1.0)
+
+
+def speed(setting: Setting, found: Any) -> Iterator[Row]:
+    """Time a step at a short context: retrieval at several rates, a sliding window, everything resident."""
+    context = setting.short
+    cases = [StepCase("streaming", "streaming", context), StepCase("full", "full", context)]
+    cases += [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in CORRECTED]
+    with workshop(setting, setting.shape, [context]) as place:
+        yield from compared(place, setting, cases, found)
+
+
+def length(setting: Setting, found: Any) -> Iterator[Row]:
+    """Time a step at a context 32 times as long, with and without a first layer that attends to everything."""
+    contexts = {"short": setting.short, "long": setting.long}
+    cases = [
+        StepCase.freekv(f"{name}, {dense} dense", context, dense_layers=dense)
+        for dense in (1, 0)
+        for name, context in contexts.items()
+    ]
+    with workshop(setting, setting.shape, list(contexts.values())) as place:
+        yield from compared(place, setting, cases, found)
+
+
+FEW = 2
+"""Rounds of what takes seconds a step, and hundreds of times as long as what it is held against."""
+
+PAGE_BY_PAGE: dict[str, Any] = {"recall": "copy", "double_buffer": False}
+
+
+def batch(setting: Setting, found: Any) -> Iterator[Row]:
+    """Time what more sequences at once give, and what recall costs that is blocking, page by page and NHD.
+
+    `corrected` 1 is retrieval of all heads before attention: blocking.
+    """
+    context, few = setting.short, setting.few
+    several = [StepCase.freekv("batch 1", context), StepCase.freekv("batch many", context, setting.many)]
+    blocking = [
+        StepCase.freekv("overlapped", context, few),
+        StepCase.freekv("page by page, hnd", context, few, 1.0, **PAGE_BY_PAGE),
+        StepCase.freekv("page by page, nhd", context, few, 1.0, **PAGE_BY_PAGE, host_layout="nhd"),
+    ]
+    with workshop(setting, setting.shape, [context]) as place:
+        yield from compared(place, setting, several, found)
+        freed(setting.device)
+        yield from compared(place, setting, blocking, found, FEW)
+
+
+def other(setting: Setting, found: Any) -> Iterator[Row]:
+    """Time steps of another architecture: fewer KV heads, each for more query heads."""
+    context = setting.short
+    cases = [
+        StepCase("streaming", "streaming", context),
+        *(StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)),
+        StepCase.freekv("freekv 30%, middle", setting.middle, corrected=0.3),
+    ]
+    with workshop(setting, setting.other_shape, [context, setting.middle]) as place:
+        for row in compared(place, setting, cases, found):
+            yield row | {"shape": setting.other_shape}
+
+
+FURTHER: dict[str, dict[str, Any]] = {"copies, all else on": {"recall": "copy"}, "nhd pages": {"host_layout": "nhd"}}
+
+
+def ablated(context: int) -> list[StepCase]:
+    """Name the method with all its parts, and without some: without speculation all heads retrieve before attention."""
+    switched = {"all parts": {}, **FreeKV.ablation, **FURTHER}
+    return [
+        StepCase.freekv(name, context, corrected=1.0 if settings.get("tau") == 1.0 else USUAL, **settings)
+        for name, settings in switched.items()
+    ]
+
+
+def ablation(setting: Setting, found: Any) -> Iterator[Row]:
+    """Switch the parts of recall off one by one: those that the paper does (FreeKV, figure 9), and two more."""
+    with workshop(setting, setting.shape, [setting.short]) as place:
+        yield from compared(place, setting, ablated(setting.short), found)
+
+
+REPLAYS = 8
+
+
+def phases(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+    """Trace a captured step: a row for each phase of each case by the kernels of its replays, and one for the step.
+
+    See `kvcli.bench.phases`: a moment belongs to what the step waits for, the rest of what runs then is hidden. Tracing
+    makes small kernels a little slower.
+    """
+    if setting.device.type != "cuda":
+        raise NotHere("there are no kernels to trace on a CPU")
+    context = setting.short
+    cases = [StepCase("streaming", "streaming", context)]
+    cases += [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.3, 1.0)]
+    with workshop(setting, setting.shape, [context]) as place:
+        products = products_of(place.engine.model.module)
+        for case in cases:
+            one = Running(case, place)
+            for _ in range(REPLAYS):
+                one.work()
+            with traced() as replays:
+                for _ in range(REPLAYS):
+                    one.work()
+            parts = parts_of(replays, products)
+            whole = statistics.median(sum(step.exposed.values()) for step in parts) / 1000
+            rows = [
+                {
+                    "phase": phase,
+                    "exposed_ms": statistics.median(step.exposed.get(phase, 0.0) for step in parts) / 1000,
+                    "hidden_ms": statistics.median(step.hidden.get(phase, 0.0) for step in parts) / 1000,
+                }
+                for phase in PHASES
+            ]
+            kernels = statistics.median(len(replay) for replay in replays)
+            rows.append({"phase": "step", "exposed_ms": whole, "hidden_ms": 0.0, "kernels": kernels})
+            for row in rows:
+                yield phase_shown({"case": case.name, "context": context, **row})
+
+
+def phase_shown(row: Row) -> Row:
+    """Print a phase, and pass it on."""
+    count = f", {row['kernels']:.0f} kernels" if "kernels" in row else ""
+    line = f"  {row['case']:<14} {row['phase']:<12} {row['exposed_ms']:7.3f} ms, hidden {row['hidden_ms']:7.3f}"
+    print(line + count, flush=True)
     return row

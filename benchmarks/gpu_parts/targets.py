@@ -9,10 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpu_parts.contenders import BY_GRAPH, IN_PIECES, OFFLOADING
 from gpu_parts.frame import Row
+from kvcli.methods import method_names
+from kvcli.methods.card import GRAPH, PIECEWISE, read_card
+
+
+class Contender(NamedTuple):
+    """What stands beside freekv: a method with settings that are not its own; `offloads`: its KV lies in host memory.
+
+    Names are those of `kernel_counts.py`. All is read from the files of the methods, which are not run for it.
+    """
+
+    name: str
+    method: str
+    settings: dict[str, Any]
+    offloads: bool
+
+
+# Settings that change what a step does: where KV lies, what is stored of an answer, where positions are counted from.
+OTHERWISE = [
+    Contender("fier-offload", "fier", {"offload": True}, True),
+    Contender("shadowkv-plus", "shadowkv", {"plus": True}, True),
+    Contender("streaming-positions", "streaming", {"positions": "cache"}, False),
+]
+
+
+def served(by: str) -> list[Contender]:
+    """List the methods whose steps are so served."""
+    cards = {name: read_card(name) for name in method_names() if name != "freekv"}
+    return [Contender(name, name, {}, card.offloads) for name, card in cards.items() if card.gpu_step == by]
+
+
+BY_GRAPH = sorted([*served(GRAPH), *OTHERWISE])
+IN_PIECES = served(PIECEWISE)
+OFFLOADING = [each for each in BY_GRAPH if each.offloads]
+
 
 Results = Mapping[str, Any]
 """Of each part its state, its error and its rows."""
@@ -220,3 +253,33 @@ TARGETS = (
 def judged(results: Results, judge: bool = True) -> list[Row]:
     """Give the whole table."""
     return [target.judged(results, judge) for target in TARGETS]
+
+
+def show(results: Mapping[str, Any], targets: Sequence[Row]) -> None:
+    """Print what is wanted beside what was measured, what is right, and how each part ended."""
+    print("\ntargets")
+    for target in targets:
+        print("  " + target_line(target))
+    for part in ("kernels", "agreement"):
+        rows = results.get(part, {"rows": []})["rows"]
+        on_cpu = (
+            " (on a CPU, where references stand in for kernels)" if rows and rows[0].get("ran") != "kernels" else ""
+        )
+        if rows:
+            print(f"{part}: {sum(row['agrees'] for row in rows)} of {len(rows)} agree{on_cpu}")
+    print("parts")
+    for name, part in results.items():
+        seconds = f", {part['seconds']:.0f} s" if "seconds" in part else ""
+        error = f": {part['error']}" if part["error"] else ""
+        print(f"  {name:<14} {part['state']}{seconds}{error}")
+
+
+def target_line(target: Row) -> str:
+    """One line: figure with its spread, what is wanted, and whether it is met."""
+    if target["measured"] is None:
+        return f"{target['what']:<62} not measured ({target['missing']})"
+    figure = f"{target['measured']:.2f} {target['unit']}"
+    spread = "" if target["least"] is None else f" ({target['least']:.2f} to {target['most']:.2f})"
+    verdict = {True: ": met", False: ": NOT met", None: ""}[target["met"]]
+    wanted = "" if target["wanted"] is None else f"wanted {target['wanted']}{verdict}"
+    return f"{target['what']:<62} {figure:>10}{spread:<20} {wanted}".rstrip()

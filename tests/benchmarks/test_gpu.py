@@ -21,20 +21,17 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
 from gpu_parts import (  # noqa: E402
-    ablation,
     agreement,
     clock,
-    contenders,
     made_up,
     methods,
-    reading,
+    peers,
     steps,
     targets,
 )
 from gpu_parts.frame import Ended, NotHere, in_processes  # noqa: E402
 from gpu_parts.made_up import SharedHost  # noqa: E402
 from gpu_parts.setting import smoke  # noqa: E402
-from gpu_parts.tables import target_line  # noqa: E402
 
 from kvcli.inputs.profiles import resolve_profile  # noqa: E402
 from kvcli.memory.pinned import PinnedAllocator  # noqa: E402
@@ -135,7 +132,7 @@ def test_ratios_are_taken_round_by_round():
     assert judged(found, "freekv, all")["measured"] == pytest.approx(1.1)
     floor = judged(found, "freekv against the floor, short")
     assert floor["measured"] == pytest.approx(1.1)
-    assert target_line(floor).endswith("1.10 x (1.05 to 2.00)      wanted <= 1.3: met")
+    assert targets.target_line(floor).endswith("1.10 x (1.05 to 2.00)      wanted <= 1.3: met")
 
 
 def test_bounds_have_sides():
@@ -174,8 +171,8 @@ def test_what_was_not_measured_is_not_judged():
     parts = {"speed": {"state": "not finished", "error": "stopped after 60 s", "rows": [step("streaming", 1.0)]}}
     table = targets.judged(parts)
     assert all(row["met"] is None and row["measured"] is None for row in table)
-    assert "speed: stopped after 60 s" in target_line(table[0])
-    assert "peers: not asked for" in target_line(judged(parts, "transformers, resident"))
+    assert "speed: stopped after 60 s" in targets.target_line(table[0])
+    assert "peers: not asked for" in targets.target_line(judged(parts, "transformers, resident"))
 
 
 def test_nothing_measured_on_a_cpu_is_judged():
@@ -185,7 +182,7 @@ def test_nothing_measured_on_a_cpu_is_judged():
 
 
 def test_the_ablation_says_what_is_without_speculation():
-    cases = ablation.cases(100)
+    cases = steps.ablated(100)
     assert len({case.name for case in cases}) == len(cases) == 7
     assert all((case.corrected == 1.0) == ("no speculation" in case.name) for case in cases)
 
@@ -206,7 +203,7 @@ def test_what_was_let_go_is_unpinned_before_the_next_clock_starts(monkeypatch):
     plain = notes.unregister
     monkeypatch.setattr(notes, "unregister", lambda address: (time.sleep(0.02), plain(address)))
     monkeypatch.setattr(clock, "pinned_allocator", lambda _: memory)
-    monkeypatch.setattr(reading, "freed", lambda _: clock.freed(torch.device("cuda")))
+    monkeypatch.setattr(peers, "freed", lambda _: clock.freed(torch.device("cuda")))
     held = []
 
     def reader(model, ids):
@@ -216,7 +213,7 @@ def test_what_was_let_go_is_unpinned_before_the_next_clock_starts(monkeypatch):
     model = made_up.dummy_model(smoke(), smoke().shape)
     try:
         for _ in range(2):
-            reading._measured(model, [1], reader)
+            peers._measured(model, [1], reader)
     finally:
         memory.close()
     assert max(held) <= 1  # the one that was waited for
@@ -267,7 +264,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("packages", [("xxhash", "pydantic", "psutil", "transformers", "numba", "rich"), ("pydantic",)])
+@pytest.mark.parametrize(
+    "packages",
+    [
+        ("xxhash", "pydantic", "psutil", "transformers", "numba", "rich"),
+        pytest.param(("pydantic",), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages):
     output = tmp_path / "gpu.json"
     arguments = [str(BENCHMARKS / "gpu.py"), "--smoke", "--parts", "machine,rates,kernels,speed", "-o", str(output)]
@@ -325,11 +328,11 @@ def test_what_a_file_has_is_gone_on_from_into_another_one(warm, tmp_path):
 
 
 def test_methods_stand_beside_freekv_and_what_is_known_is_left_out(monkeypatch):
-    named = {each.name: each for each in contenders.BY_GRAPH}
+    named = {each.name: each for each in targets.BY_GRAPH}
     monkeypatch.setattr(methods, "BY_GRAPH", [named[name] for name in ("infinigen", "shadowkv", "h2o")])
     setting = replace(smoke(), calls=1, repeats=1)
     before = [{"case": "h2o"}, {"case": "infinigen", "error": "it did not end in the time of its part"}]
-    begun = list(methods.batch(setting, {"methods_batch": {"rows": before}}))
+    begun = list(methods.methods_batch(setting, {"methods_batch": {"rows": before}}))
     assert [("error" in row, row["case"]) for row in begun] == [
         (True, "shadowkv"), (False, "shadowkv"), (True, "infinigen"), (False, "infinigen")
     ]  # fmt: skip
@@ -343,16 +346,16 @@ def test_methods_stand_beside_freekv_and_what_is_known_is_left_out(monkeypatch):
 
 
 def test_contenders_are_all_methods_as_they_are_served_and_some_otherwise_too():
-    everyone = contenders.BY_GRAPH + contenders.IN_PIECES
+    everyone = targets.BY_GRAPH + targets.IN_PIECES
     assert {each.method for each in everyone} == {*method_names()} - {"freekv"}
     for each in everyone:
         settings = resolve_profile(each.method, None, each.settings).settings
-        served = GRAPH if each in contenders.BY_GRAPH else PIECEWISE
+        served = GRAPH if each in targets.BY_GRAPH else PIECEWISE
         assert gpu_step_of(get_method(each.method), settings) == served
         assert each.offloads == settings.on_host or served == PIECEWISE
     counted = json.loads((BENCHMARKS / "results/kernel_counts.json").read_text())["methods"]
-    assert {each.name for each in contenders.BY_GRAPH} <= {*counted}
-    (plus,) = (each for each in contenders.OFFLOADING if each.name == "shadowkv-plus")
+    assert {each.name for each in targets.BY_GRAPH} <= {*counted}
+    (plus,) = (each for each in targets.OFFLOADING if each.name == "shadowkv-plus")
     assert resolve_profile(None, "shadowkv-plus").settings == resolve_profile(plus.method, None, plus.settings).settings
 
 
@@ -365,8 +368,8 @@ def test_a_method_in_pieces_goes_on_from_the_tokens_that_it_chose(monkeypatch):
             return super().step(batch)
 
     monkeypatch.setattr(steps, "PiecewiseStepper", Watched)
-    monkeypatch.setattr(methods, "IN_PIECES", [each for each in contenders.IN_PIECES if each.name == "infllm"])
-    begun, row = methods.pieces(setting, {})
+    monkeypatch.setattr(methods, "IN_PIECES", [each for each in targets.IN_PIECES if each.name == "infllm"])
+    begun, row = methods.methods_pieces(setting, {})
     assert (begun["case"], begun["error"]) == ("infllm", "it did not end in the time of its part")
     assert (row["case"], row["captured"], len(row["freekv_ms"])) == ("infllm", False, 1)
     assert served == [[count] for count in range(1, len(served) + 1)]
@@ -383,7 +386,7 @@ def test_what_began_and_what_failed_leaves_no_row_beside_its_figures(monkeypatch
     sent = [{"case": name, **more} for name in "ab" for more in ({"error": "begun"}, {"rounds_ms": [1.0]})]
     monkeypatch.setattr(gpu, "rows_of", lambda *_: iter([*sent, {"case": "c", "error": "begun"}]))
     before = {"methods_large": {"rows": [{"case": "b", "error": "before"}, {"case": "d", "rounds_ms": [2.0]}]}}
-    found = gpu.run(gpu.BenchmarkPart("methods_large", 60, ""), smoke(), before, 60.0)
+    found = gpu.run(gpu.BenchmarkPart("methods", "methods_large", 60, ""), smoke(), before, 60.0)
     assert [(row["case"], "error" in row) for row in found["rows"]] == [
         ("d", False), ("a", False), ("b", False), ("c", True)
     ]  # fmt: skip

@@ -1,1 +1,0 @@
-"""What the papers claim, checked on a model that fits anywhere: one module a study."""
