@@ -98,6 +98,8 @@ def exact(args: argparse.Namespace) -> None:
             for who in WHO:
                 command = [sys.executable, __file__, "exact", "--measure", who, "--contexts", str(context)]
                 run[who] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+                if run[who]["bytes"] <= 0:
+                    sys.exit(f"{context:,} tokens take no memory that can be seen: ask for more --contexts")
             runs.append(run)
         row = {"context": context}
         for figure in ("seconds", "bytes"):
