@@ -125,7 +125,7 @@ def run(
     rows: Rows,
     kv: Annotated[options.KVOptions, options.Some("kv_cache kv_cache_size")],
     model: options.ModelOptions,
-    method: Annotated[options.MethodOptions, options.Some("method profile set kv_dtype")],
+    method: options.MethodOptions,
     disk: options.DiskOptions | None,
     sampling: options.Sampling,
     machines: Machines,

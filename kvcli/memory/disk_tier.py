@@ -230,14 +230,17 @@ class DiskTier:
         return ThreadPoolExecutor(1, "layer-ahead")
 
     def check(self, size: int) -> None:
-        """Refuse a directory that takes no files, or a disk without room for `size` bytes.
+        """Make the directory where it is not there; refuse one that takes no files, or a disk without `size` bytes.
 
         Raises:
             KvcliError: it is not a writable directory (usage); there is no room (will not fit).
         """
-        if not self.folder.is_dir():
-            what = "is no directory" if self.folder.exists() else "is not there"
-            raise usage_error(f"--kv-disk {self.folder}: it {what}", "name a directory on a local disk")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise usage_error(f"--kv-disk {self.folder}: it is no directory", "name one on a local disk") from None
+        except OSError as error:
+            raise self.unusable(error) from None
         assert self.sector
         if (free := shutil.disk_usage(self.folder).free) < size:
             raise self.full(size, free)

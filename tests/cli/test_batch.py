@@ -228,3 +228,13 @@ def test_ray_replaces_a_worker_that_is_killed(batch, model, tmp_path):
     assert process.returncode == 0, told
     assert batch("in.jsonl", "-o", "whole.jsonl", "--max-tokens", 20).returncode == 0
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "whole.jsonl")
+
+
+def test_settings_have_options_of_their_own_as_in_generate(batch, source):
+    own = ("--budget", "48", "--sink", "8", "--window", "16", "--page-size", "8")
+    named = zip(own[::2], own[1::2], strict=True)
+    by_set = [f"--set={name[2:].replace('-', '_')}={value}" for name, value in named]
+    for output, settings in (("a.jsonl", own), ("b.jsonl", by_set)):
+        assert batch(source, "-o", output, "--method", "quest", *settings, "-q").returncode == 0
+    assert answers(source.with_name("a.jsonl")) == answers(source.with_name("b.jsonl"))
+    assert_refused(batch(source, "--method", "quest", "--budget", "9"), 2, "budget 9 leaves no page")

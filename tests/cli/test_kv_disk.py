@@ -97,7 +97,7 @@ def test_samples_and_questions_share_what_lies_there(generate, disk):
         (["--kv-disk", "DISK", "--set", "host_layout=nhd"], ["--kv-disk", "ablations"]),
         (["--kv-disk", "DISK", "--lossless", "4"], ["--lossless", "--kv-disk"]),
         (["--kv-disk", "DISK", "--checkpoint", "DISK/run"], ["--checkpoint", "--kv-disk"]),
-        (["--kv-disk", "DISK/missing"], ["DISK/missing", "not there"]),
+        (["--kv-disk", "FILE/below"], ["FILE/below", "Not a directory"]),
         (["--kv-disk", "FILE"], ["FILE", "no directory"]),
         (["--host-memory", "1GiB"], ["--host-memory", "disk"]),
     ],
@@ -117,7 +117,9 @@ def test_a_cache_that_is_too_small_is_refused_with_one_that_is_not(generate, dis
     result = generate(*RETRIEVE, "-q", "--kv-disk", disk, "--host-memory", "1KiB")
     assert_refused(result, ExitCode.WILL_NOT_FIT, "--host-memory 1.00 KiB")
     least = result.stderr.split("hint: give ")[1].split(" at least")[0].replace(" ", "")
-    assert generate(*RETRIEVE, "-q", "--max-tokens", 3, "--kv-disk", disk, "--host-memory", least).returncode == 0
+    new = disk.parent / "made" / "on" / "demand"
+    assert generate(*RETRIEVE, "-q", "--max-tokens", 3, "--kv-disk", new, "--host-memory", least).returncode == 0
+    assert list(new.iterdir()) == []
 
 
 def test_a_disk_that_is_full_is_one_line(generate, disk):
