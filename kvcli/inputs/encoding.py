@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import threading
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 SECONDS = 10.0
 """Time limit of a template. Templates of real models take milliseconds, even around millions of tokens."""
+_PART = "{'type': 'text'"  # a part of a message that was written as it is
+_FIRST_WORDS = 4  # of a text, by which it is found again: a template may strip it and escape other characters
 _MEMORY = 4 << 30  # bytes, besides what the texts take
 _COPIES = 16  # bytes per character: a few copies of a text on its way through the template
 _RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"})
@@ -171,7 +174,27 @@ def render_chat_template(
     Raises:
         KvcliError: the template fails, takes too long or too much memory, or gives no text (usage).
     """
-    size = _COPIES * sum(len(message["content"]) for message in conversation)
+    rendered = _rendered(tokenizer, conversation, variables)
+    if _has_texts(rendered, conversation):
+        return rendered
+    # Templates of models that see images walk over the parts of a message, and find none in a text.
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in conversation]
+    rendered = _rendered(tokenizer, parts, variables)
+    if _PART in rendered or not _has_texts(rendered, conversation):
+        raise _refused("leaves the prompt's text out")
+    return rendered
+
+
+def _has_texts(rendered: str, conversation: Sequence[dict[str, str]]) -> bool:
+    """Tell whether a rendered conversation holds the beginning of each text that the user gave."""
+    texts = [message["content"].strip() for message in conversation if message["role"] == "user"]
+    return all(word in rendered for text in texts for word in re.findall(r"\w+", text)[:_FIRST_WORDS] or [text])
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, conversation: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+) -> str:
+    size = _COPIES * sum(len(str(message["content"])) for message in conversation)
     try:
         with _bounded(SECONDS, _MEMORY + size):
             rendered = tokenizer.apply_chat_template(

@@ -136,7 +136,7 @@ def geometry_of(
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocab_size=text.vocab_size,
-        max_positions=getattr(text, "max_position_embeddings", None),
+        max_positions=positions_of(text),
         weight_bytes=_as_stored(model, held, form, stored) or sum((dense | held).values()),
         parts=_parts(model, text, found.decoder, held),
         form=form,
@@ -153,6 +153,26 @@ def geometry_of_model(model: PreTrainedModel, known: ModelGeometry | None = None
     if model not in _KNOWN:
         _KNOWN[model] = known or geometry_of(model.config, model.dtype)
     return _KNOWN[model]
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a model serves, None where its config sets no limit.
+
+    Where RoPE is stretched that is `factor` times the original length. Many configs state it next to a
+    `max_position_embeddings` that is still the original one, as model cards tell users to switch YaRN on. Llama 3's
+    form states the stretched length itself.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    found = getattr(config, "rope_parameters", None) or {}
+    forms = [each for each in found.values() if isinstance(each, dict)] or [found]
+    for form in forms if limit is not None else ():
+        kind, factor = form.get("rope_type"), form.get("factor")
+        original = form.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", limit if kind == "dynamic" else None
+        )
+        if kind in ("yarn", "linear", "dynamic", "longrope") and factor and original:
+            limit = max(limit or 0, int(factor * original))
+    return limit
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:

@@ -467,6 +467,8 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
             )
             # Without its files transformers still makes a tokenizer, of the special tokens alone.
             if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()):
+                if tokenizer.chat_template is None and path is not None:
+                    tokenizer.chat_template = _processors_template(path)
                 return tokenizer
         except KvcliError:
             raise
@@ -481,3 +483,13 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
         + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
         "put tokenizer.json and tokenizer_config.json beside config.json",
     ) from failure
+
+
+def _processors_template(path: Path) -> str | None:
+    """Return the chat template of a directory that has one for its processor alone, as older ones wrote it."""
+    try:
+        found = json.loads((path / "chat_template.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    template = found.get("chat_template") if isinstance(found, dict) else None
+    return template if isinstance(template, str) else None

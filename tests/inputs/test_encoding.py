@@ -48,9 +48,25 @@ def test_the_conversation_and_the_variables_reach_the_template():
     assert rendered("{{ mood }}: {{ messages[0]['content'] }}") == "calm: the fox"
 
 
+PARTS = "{% for m in messages %}<{{ m.role }}>{% for part in m.content if part.type == 'text' %}{{ part.text }}"
+PARTS += "{% endfor %}{% endfor %}<assistant>"
+
+
+@pytest.mark.parametrize("content", ["the fox", "  the fox\n", 'a "quoted" text', "狐狸 fox", "?!"])
+def test_a_template_that_wants_parts_gets_the_text_as_one(content):
+    tokenizer = tiny_tokenizer()
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
+    tokenizer.chat_template = PARTS
+    assert render_chat_template(tokenizer, said, {}) == f"<system>be brief<user>{content}<assistant>"
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim | tojson }}{% endfor %}"
+    assert "<user>" in render_chat_template(tokenizer, said, {})
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
+        ("<user><assistant>", "leaves the prompt's text out"),
+        ("{{ messages[0].content[:2] }}", "leaves the prompt's text out"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ raise_exception('no system\nrole') }}", "refuses the prompt: no system role"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without an end"),
@@ -77,14 +93,14 @@ def test_a_template_that_fails_is_one_line(monkeypatch, template, words):
 
 def test_the_alarm_of_the_process_is_as_before():
     before = signal.getsignal(signal.SIGALRM)
-    rendered("{{ mood }}")
+    rendered("{{ messages[0].content }}")
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_other_threads_can_render():
     texts = []
-    thread = threading.Thread(target=lambda: texts.append(rendered("{{ mood }}")))
+    thread = threading.Thread(target=lambda: texts.append(rendered("{{ mood }} {{ messages[0].content }}")))
     thread.start()
     thread.join()
-    assert texts == ["calm"]
+    assert texts == ["calm the fox"]

@@ -1,3 +1,6 @@
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -17,7 +20,7 @@ from families import (
 from transformers import GPT2Config, OPTConfig
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.geometry import attention_modules, geometry_of
+from kvcli.models.geometry import attention_modules, geometry_of, positions_of
 from kvcli.models.loading import ModelSpec, read_config
 from kvcli.models.shapes import shape_names
 
@@ -55,6 +58,34 @@ def test_geometry_is_that_of_the_model(family):
         assert layer.rope
     assert geometry.weight_bytes == 2 * sum(weight.numel() for weight in tiny_model(family).parameters())
     assert (geometry.vocab_size, geometry.max_positions) == (VOCAB, MAX_POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "found"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),  # states the whole
+        ({"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 256}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 256}, 256),
+        ({"full": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, "near": {}}, 1024),
+    ],
+    ids=str,
+)
+def test_stretched_rope_serves_more_positions(parameters, found):
+    assert positions_of(SimpleNamespace(max_position_embeddings=256, rope_parameters=parameters)) == found
+    assert positions_of(SimpleNamespace(rope_parameters=parameters)) is None
+
+
+def test_the_config_of_a_model_card_with_yarn(tmp_path):
+    """As it is written into config.json by hand: in the older spelling."""
+    config = tiny_config("qwen2").to_dict() | {"max_position_embeddings": 256}
+    config.pop("rope_parameters", None)
+    config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = read_config(ModelSpec(str(tmp_path), load_format="dummy"))
+    assert geometry_of(read, torch.float32).max_positions == 1024
 
 
 def test_weight_bytes_count_tied_weights_once():

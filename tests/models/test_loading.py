@@ -83,6 +83,16 @@ def test_a_config_can_be_changed_before_loading(tmp_path):
     assert load_model(spec, config).geometry.max_positions == 99
 
 
+@pytest.mark.parametrize(
+    ("written", "found"), [('{"chat_template": "{{ messages[0].content }}"}', True), ('{"x": 1}', False), ("[]", False)]
+)
+def test_a_template_that_only_the_processor_has_is_used(tmp_path, written, found):
+    tiny_checkpoint("llama", tmp_path, chat=False)
+    (tmp_path / "chat_template.json").write_text(written)
+    template = open_checkpoint(ModelSpec(str(tmp_path), device="cpu")).tokenizer.chat_template
+    assert template == ("{{ messages[0].content }}" if found else None)
+
+
 def test_opening_reads_no_weights(tmp_path, monkeypatch):
     tiny_checkpoint("llama", tmp_path)
     monkeypatch.setattr("kvcli.models.loading._weights", lambda _: pytest.fail("read the weights"))
