@@ -1,7 +1,8 @@
 """Run an evaluation from its options to its table: load a model, ask, score."""
 
 import platform
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +17,7 @@ from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.example import Cell
-from kvcli.quality.eval.predictions import Predictions, digest
+from kvcli.quality.eval.predictions import Prediction, Predictions, digest
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.quality.eval.table import EvaluationTable, results
@@ -58,9 +59,24 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         except KeyboardInterrupt:
             complete = False
         observer.stage_done()
+        for notice in cut_notices(predictions, most):
+            observer.notice(notice)
         found = results(cells, plan.variants, predictions, plan.sampling.num_samples)
         environment = report.environment() | {"machine": platform.machine()}
         return EvaluationTable(environment, configuration, digest(configuration), plan.variants, found, complete)
+
+
+def cut_notices(predictions: Iterable[Prediction], most: int | None) -> Iterator[str]:
+    """Say of each task how many prompts lost their middle, and how much at most."""
+    cut: dict[str, dict[int, int]] = defaultdict(dict)
+    for each in predictions:
+        if each.cut_tokens:
+            cut[each.task][each.index] = each.cut_tokens
+    for task, tokens in cut.items():
+        what = (
+            f"{task}: {len(tokens):,} prompt{'s' * (len(tokens) > 1)} lost the middle, up to {max(tokens.values()):,}"
+        )
+        yield f"{what} tokens of it, to fit into {most:,} with the answer"
 
 
 def _together(plan: EvaluationPlan, cells: Sequence[Cell]) -> int:

@@ -98,7 +98,9 @@ def _what(results: Sequence[CellScore]) -> str:
     depths = len({result.depth for result in results if result.depth is not None})
     grid = f" (and each of {depths} depths)" if depths else ""
     perplexity = "; ppl is perplexity" if any(result.metric == PERPLEXITY for result in results) else ""
-    return f"% ± standard error, documents a task: {documents}{grid}{perplexity}"
+    cut = max(result.cut for result in results)
+    middle = f", {cut:,} of them without their middle" if cut else ""
+    return f"% ± standard error, documents a task: {documents}{middle}{grid}{perplexity}"
 
 
 def number(figure: Estimate) -> str:

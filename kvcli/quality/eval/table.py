@@ -141,6 +141,8 @@ class CellScore:
     pass_at: dict[int, Estimate]
     cost: VariantCost
     closeness: Closeness | None = None
+    cut: int = 0
+    """Examples whose prompts lost their middle, because they hold more tokens than the model or --max-length admits."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,8 @@ def results(
             score, passes = _figures(given)
             cost = VariantCost.sum([VariantCost.of(each) for each in given])
             where = variant.label, cell.task, cell.length, cell.depth
-            found.append(CellScore(*where, cell.metric, score, passes, cost, _closeness(given)))
+            cut = len({each.index for each in given if each.cut_tokens})
+            found.append(CellScore(*where, cell.metric, score, passes, cost, _closeness(given), cut))
     return found
 
 
