@@ -73,10 +73,8 @@ def cut_notices(predictions: Iterable[Prediction], most: int | None) -> Iterator
         if each.cut_tokens:
             cut[each.task][each.index] = each.cut_tokens
     for task, tokens in cut.items():
-        what = (
-            f"{task}: {len(tokens):,} prompt{'s' * (len(tokens) > 1)} lost the middle, up to {max(tokens.values()):,}"
-        )
-        yield f"{what} tokens of it, to fit into {most:,} with the answer"
+        prompts = f"{len(tokens):,} prompt{'s' * (len(tokens) > 1)}"
+        yield f"{task}: the middle of {prompts} is left out, up to {max(tokens.values()):,} tokens, to fit into {most:,}"
 
 
 def _together(plan: EvaluationPlan, cells: Sequence[Cell]) -> int:

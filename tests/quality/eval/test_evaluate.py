@@ -18,6 +18,7 @@ from kvcli.quality.eval import suite
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.example import encode_example
 from kvcli.quality.eval.formats import read_examples
+from kvcli.quality.eval.layout import tables
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.runtime.sampling import Sampling, TeacherForcing
@@ -129,6 +130,25 @@ def test_prompts_that_fill_the_model_leave_room_for_the_answer_and_are_not_cut(f
         assert row["cut_tokens"] == 0
         assert row["length"] == most
         assert most - 150 - 200 < row["prompt_tokens"] <= most - 70
+
+
+def test_prompts_that_are_cut_are_told_and_counted(folder, tmp_path):
+    rows = [{"context": TEXT[:length], "question": "Which?", "answer": "x"} for length in (300, 2500, 3000)]
+    file = tmp_path / "long.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    told = []
+
+    class Watching(Observer):
+        def notice(self, message):
+            told.append(message)
+
+    table = evaluate(plan(folder, [str(file)], ["full", "quest"], max_length=300, max_tokens=3), Watching())
+    assert [result.cut for result in table.results] == [2, 2]
+    (notice,) = [each for each in told if "left out" in each]
+    assert notice.startswith("long: the middle of 2 prompts is left out, up to ")
+    assert notice.endswith("tokens, to fit into 300")
+    ((title, _), *_) = tables(table)
+    assert "documents a task: 3, 2 of them without their middle" in title
 
 
 def test_every_task_gives_a_figure_for_every_variant(folder, tmp_path):
