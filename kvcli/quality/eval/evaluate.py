@@ -73,8 +73,8 @@ def cut_notices(predictions: Iterable[Prediction], most: int | None) -> Iterator
         if each.cut_tokens:
             cut[each.task][each.index] = each.cut_tokens
     for task, tokens in cut.items():
-        prompts = f"{len(tokens):,} prompt{'s' * (len(tokens) > 1)}"
-        yield f"{task}: the middle of {prompts} is left out, up to {max(tokens.values()):,} tokens, to fit into {most:,}"
+        those = f"{len(tokens):,} prompt{'s' * (len(tokens) > 1)}"
+        yield f"{task}: the middle of {those} is left out, up to {max(tokens.values()):,} tokens, to fit into {most:,}"
 
 
 def _together(plan: EvaluationPlan, cells: Sequence[Cell]) -> int:
