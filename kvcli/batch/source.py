@@ -119,11 +119,23 @@ def _unpacked(file: BinaryIO, start: bytes) -> BinaryIO:
 
 
 def _listed(folder: Path) -> BinaryIO:
-    """Write a row for each document in a folder, named by its path there; hidden files are left out."""
+    """Write a row for each document in a folder, named by its path there; hidden files and results are left out."""
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the source closes it
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in files if not name.startswith(".")):
+            if _holds_results(Path(directory) / name):
+                continue
             path = str((Path(directory) / name).relative_to(folder))
             spool.write(json.dumps({"custom_id": path, "document_file": path}).encode() + b"\n")
     return spool
+
+
+def _holds_results(path: Path) -> bool:
+    """Tell whether a file holds results of a batch or of a shard, or is to hold them: an empty file of lines."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline(1 << 20)
+    except OSError:
+        return False  # what is wrong with it is said where it is read
+    return (not first and path.suffix == ".jsonl") or (first.startswith(b'{"custom_id"') and b'"response"' in first)

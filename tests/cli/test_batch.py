@@ -238,3 +238,19 @@ def test_settings_have_options_of_their_own_as_in_generate(batch, source):
         assert batch(source, "-o", output, "--method", "quest", *settings, "-q").returncode == 0
     assert answers(source.with_name("a.jsonl")) == answers(source.with_name("b.jsonl"))
     assert_refused(batch(source, "--method", "quest", "--budget", "9"), 2, "budget 9 leaves no page")
+
+
+def test_results_in_a_folder_of_documents_are_no_rows(batch, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text("the quick brown fox")
+    asked = (folder, "-p", "which fox?", "--max-tokens", 2, "-q")
+    for _ in range(2):
+        assert batch(*asked, "-o", folder / "answers.jsonl").returncode == 0
+    assert {*answers(folder / "answers.jsonl")} == {"a.txt", "b.txt"}
+    for shard in ("1/2", "2/2", "1/2"):
+        assert batch(*asked, "-o", folder / "parts.jsonl", "--shard", shard).returncode == 0
+    (folder / "begun.jsonl").touch()
+    assert batch(*asked, "-o", folder / "answers.jsonl").returncode == 0
+    assert {*answers(folder / "answers.jsonl")} == {"a.txt", "b.txt"}
