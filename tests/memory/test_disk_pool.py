@@ -258,11 +258,19 @@ def test_a_disk_that_takes_no_more_half_way_is_an_error(tier, monkeypatch):
     assert torch.equal(pool.fetch(pages, heads)[:, 0], kv[0, 0, :160].unflatten(0, (10, 16)))
 
 
-@pytest.mark.parametrize("kind", ["missing", "file", "closed"])
+def test_a_directory_that_is_missing_is_made(tmp_path):
+    with DiskTier(tmp_path / "not" / "there", 1 << 20) as tier:
+        tier.check(0)
+    assert (tmp_path / "not" / "there").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["below a file", "file", "closed"])
 def test_a_directory_that_takes_no_files_is_refused(tmp_path, kind):
     place = tmp_path / "there"
-    if kind == "file":
+    if kind != "closed":
         place.write_text("")
+    if kind == "below a file":
+        place /= "below"
     if kind == "closed":
         place = Path("/proc/self")  # where root may not write either
     with pytest.raises(KvcliError, match="--kv-disk") as caught, DiskTier(place, 1 << 20) as tier:
