@@ -100,7 +100,7 @@ def evaluate(
     check_files(
         {"-o": output.output, "--html": output.html, "--predictions": output.predictions},
         model,
-        documents=[task.partition(":")[2] or task for task in asked.tasks.split(",")],
+        documents=[each for task in asked.tasks.split(",") for each in (task, task.partition(":")[2]) if each],
         profiles=names(chosen.profile, "--profile"),
         settings=chosen.settings,
     )

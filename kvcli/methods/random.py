@@ -21,7 +21,7 @@ from kvcli.kv.cache import Tiers
 from kvcli.kv.tokens import ChannelScoredCache, TokenBudget
 from kvcli.methods.config import TokenConfig, setting
 from kvcli.methods.contract import Method
-from kvcli.methods.step import BatchSlots, Index, StepIndex, StepPlan
+from kvcli.methods.step import Index, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 
@@ -74,7 +74,3 @@ class Chance(Index):
     def scores(self, cache: DrawnTokenCache, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, cache.layer, cache.length)))
         return torch.rand(cache.k.shape[0], len(candidates), generator=generator).to(q.device)
-
-    @override
-    def over_slots(self, slots: BatchSlots) -> StepIndex:
-        raise NotImplementedError("numbers are drawn on the host, phase after phase")

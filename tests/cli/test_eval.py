@@ -168,3 +168,12 @@ def test_a_row_that_is_no_problem_and_variables_that_are_none_are_refused(warm, 
     file.write_text(GPQA + "Which?,r,a,b,c\nWhich?,r,a,b\n")
     assert_refused(warm("eval", "--tasks", file, "-q"), 2, "row 2", "not as many fields as columns")
     assert_refused(warm("eval", "--tasks", file, "-q", "--chat-template-kwargs", "[1]"), 2, "is not a JSON object")
+
+
+@pytest.mark.parametrize("asked", ["", "ppl:", "fidelity:", "requests:"])
+@pytest.mark.parametrize("name", ["plain.jsonl", "with:colon.jsonl"])
+def test_the_file_of_a_task_is_not_written_over(warm, tmp_path, asked, name):
+    file = tmp_path / name
+    file.write_text("{}\n")
+    assert_refused(warm("eval", "--tasks", f"{asked}{file}", "-o", file, "-q"), 2, "would overwrite", name)
+    assert file.read_text() == "{}\n"
