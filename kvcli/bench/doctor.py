@@ -105,7 +105,7 @@ def warm(observer: Observer) -> Check:
         products_with([weight])(x)
         gated_with(weight, weight)(x)
     compiled, taken = compiling.seconds - before, time.perf_counter() - started
-    found = f"compiled in {compiled:.0f} of {taken:.0f} s" if compiled else "kept from an earlier run"
+    found = f"compiled in {compiled:.0f} of {taken:.0f} s" if compiled else "cached by an earlier run"
     return Check("loops", CheckState.OK, f"{found}, in {kept_in()}")
 
 

@@ -14,7 +14,7 @@ from kvcli.inputs.options import ModelOptions, Output, Panel, Some, group
 
 @group
 class Warmth:
-    """What is done besides looking."""
+    """Work in addition to the checks."""
 
     warm: bool = Panel("Machine").flag("--warm", "Compile the loops for this processor now, not in the first run.")
 

@@ -1,8 +1,7 @@
 """Oracle: the tokens with the largest attention weights, found by reading every key (an upper bound for selection).
 
-No method can choose better tokens at a budget, because the weights themselves choose: each query head attends to the
-`budget` tokens whose exact q.k is largest. It saves nothing, since a step reads all keys. Other methods are measured
-against it.
+Each query head attends to the `budget` tokens whose exact q.k is largest, so no other choice at that budget holds more
+of a step's attention. It saves nothing, since a step reads all keys. Other methods are measured against it.
 
 Decided: each query head chooses on its own, as the attention of a model does. With `pooling` the heads of a KV head
 choose together, which is the upper bound of methods that choose so. Neither sink nor window is kept, only the newest

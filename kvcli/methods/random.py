@@ -1,7 +1,8 @@
-"""Random: random tokens, drawn anew at every step (a lower bound for selection).
+"""Random: random tokens, drawn anew at every step (a baseline for selection).
 
-A method that chooses no better than this has learned nothing from queries and keys. Sink and window are kept as in
-streaming, so that the choice of the tokens between them is measured; with `sink = 0` and `window = 1` all is random.
+A method that does no better than this has gained nothing from queries and keys; one that concentrates on the wrong
+tokens can do worse. Sink and window are kept as in streaming, so that the choice of the tokens between them is
+measured; with `sink = 0` and `window = 1` all is random.
 
 Decided: the draw depends on `seed`, the layer and the length alone, so that a run can be repeated and resumed. The
 query heads of a KV head read the same tokens. In the counters one token of one KV head is a page of size 1.

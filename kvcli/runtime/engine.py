@@ -291,7 +291,7 @@ def engine(
     KV that host memory is not to hold.
     """
     with (
-        compiling.telling(lambda: notice("compiling loops for this processor: once, they are kept")),
+        compiling.telling(lambda: notice("compiling loops for this processor; later runs find them cached")),
         current(model.device),
         attached(model.module, model.placement) as hook,
         cpu_layers(model.module),

@@ -139,7 +139,9 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
         percentiles = " · ".join(f"p{q} {duration(getattr(timing, f'p{q}_ms'))}" for q in (50, 90, 99))
         rows.append(("decode", f"{_speed(timing.tokens_per_s)} · step {percentiles}"))
     if timing.compile_ms:
-        rows.append(("compiled", f"loops for this processor, {duration(timing.compile_ms)}, once and in no step"))
+        rows.append(
+            ("compiled", f"loops for this processor, {duration(timing.compile_ms)}, once; not part of the steps")
+        )
     if correction.layer_steps_checked:
         heads = rate(correction.heads_corrected, correction.heads_checked)
         layers = rate(correction.layer_steps_corrected, correction.layer_steps_checked)

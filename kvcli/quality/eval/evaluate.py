@@ -67,14 +67,15 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
 
 
 def cut_notices(predictions: Iterable[Prediction], most: int | None) -> Iterator[str]:
-    """Say of each task how many prompts lost their middle, and how much at most."""
+    """Say for each task how many prompts were truncated, and by how much at most."""
     cut: dict[str, dict[int, int]] = defaultdict(dict)
     for each in predictions:
         if each.cut_tokens:
             cut[each.task][each.index] = each.cut_tokens
     for task, tokens in cut.items():
         those = f"{len(tokens):,} prompt{'s' * (len(tokens) > 1)}"
-        yield f"{task}: the middle of {those} is left out, up to {max(tokens.values()):,} tokens, to fit into {most:,}"
+        most_cut = max(tokens.values())
+        yield f"{task}: {those} truncated in the middle, by up to {most_cut:,} tokens, to fit into {most:,} tokens"
 
 
 def _together(plan: EvaluationPlan, cells: Sequence[Cell]) -> int:

@@ -99,7 +99,7 @@ def _what(results: Sequence[CellScore]) -> str:
     grid = f" (and each of {depths} depths)" if depths else ""
     perplexity = "; ppl is perplexity" if any(result.metric == PERPLEXITY for result in results) else ""
     cut = max(result.cut for result in results)
-    middle = f", {cut:,} of them without their middle" if cut else ""
+    middle = f", {cut:,} of them truncated in the middle" if cut else ""
     return f"% ± standard error, documents a task: {documents}{middle}{grid}{perplexity}"
 
 

@@ -142,7 +142,7 @@ class CellScore:
     cost: VariantCost
     closeness: Closeness | None = None
     cut: int = 0
-    """Examples whose prompts lost their middle, because they hold more tokens than the model or --max-length admits."""
+    """Examples whose prompts were truncated in the middle to fit the model or --max-length."""
 
 
 @dataclass(frozen=True)

@@ -144,11 +144,11 @@ def test_prompts_that_are_cut_are_told_and_counted(folder, tmp_path):
 
     table = evaluate(plan(folder, [str(file)], ["full", "quest"], max_length=300, max_tokens=3), Watching())
     assert [result.cut for result in table.results] == [2, 2]
-    (notice,) = [each for each in told if "left out" in each]
-    assert notice.startswith("long: the middle of 2 prompts is left out, up to ")
-    assert notice.endswith("tokens, to fit into 300")
+    (notice,) = [each for each in told if "truncated" in each]
+    assert notice.startswith("long: 2 prompts truncated in the middle, by up to ")
+    assert notice.endswith("tokens, to fit into 300 tokens")
     ((title, _), *_) = tables(table)
-    assert "documents a task: 3, 2 of them without their middle" in title
+    assert "documents a task: 3, 2 of them truncated in the middle" in title
 
 
 def test_every_task_gives_a_figure_for_every_variant(folder, tmp_path):
