@@ -185,7 +185,7 @@ class LanguageModel:
         self, texts: Sequence[str], prompt: str | Sequence[str] | None, options: dict[str, Any]
     ) -> tuple[Generation, Observer]:
         request, observer = request_of(texts, prompt, **options)
-        prompts: list[EncodedPrompt] = encode_all(request.prompts, request.template, self.checkpoint.tokenizer)
+        prompts: list[EncodedPrompt] = encode_all(request.prompts, request.template, self.checkpoint)
         if (failed := next((each.error for each in prompts if each.error is not None), None)) is not None:
             raise failed
         loaded = vars(self).get("loaded")

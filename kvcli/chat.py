@@ -7,11 +7,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvcli.capacity import memory, pipelines
+from kvcli.capacity import memory, pipelines, unnamed
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question
+from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question, refuse_unembedded
 from kvcli.inputs.options import KVOptions, Template
-from kvcli.inputs.profiles import Profile, profile_mismatch
+from kvcli.inputs.profiles import Profile, profile_notices, reference_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.tiers import Footprint
 from kvcli.models.loading import Checkpoint, Model
@@ -64,6 +64,8 @@ class Dialogue:
         self.conversation = Conversation(model, self.observer)
         self.attempts = 0  # of the last question, after the first
         self._warned = False  # that the conversation is longer than the model was made for
+        self._settled_on = ""  # the method of the last answer, if nobody named one
+        self._shown: set[str] = set()  # notices
 
     def read(self, saved: Path | None = None) -> None:
         """Read the document before the first question, if the method can use that; show notices on model and profile.
@@ -75,8 +77,6 @@ class Dialogue:
         """
         for notice in self.checkpoint.notices():
             self.observer.notice(notice)
-        if (mismatch := profile_mismatch(self.profile, self.checkpoint)) is not None:
-            self.observer.notice(mismatch)
         method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
         if saved is not None and (method.prefill_window is not None or method.observes):
             raise usage_error(f"method {self.profile.method!r} cannot go on from saved KV", "leave --kv out")
@@ -84,7 +84,8 @@ class Dialogue:
             return
         one, other = (self._tokens(self.document, question, []) for question in "AZ")
         ids = one[: in_common(one, other)]
-        self._check(len(ids))
+        refuse_unembedded(ids, self.checkpoint, "chat")
+        self._settled(len(ids))
         if ids:
             find = None if saved is None else self._library(KVOptions(use=saved)).find
             self.conversation.read(ids, len(ids) + self.sampling.max_tokens, find)
@@ -134,10 +135,11 @@ class Dialogue:
 
     def _answer(self, question: str) -> Iterator[str]:
         ids = self._tokens(self.document, question, self.exchanges)
-        self._check(len(ids))
+        refuse_unembedded(ids, self.checkpoint, "chat")
+        profile = self._settled(len(ids))
         asked = NewTurn(ids, encode_question(Prompt("", "", question), self.checkpoint.tokenizer), self.attempts)
-        pipeline = pipelines.choose("auto", self.profile, self.checkpoint)
-        steps = self.conversation.answer(asked, self.profile, self.sampling, pipeline)
+        pipeline = pipelines.choose("auto", profile, self.checkpoint)
+        steps = self.conversation.answer(asked, profile, self.sampling, pipeline)
         sequence: RunningSequence | None = None
         try:
             with closing(steps):
@@ -147,16 +149,16 @@ class Dialogue:
                         yield piece
         finally:
             if sequence is not None:
-                self._note(question, ids, sequence)
+                self._note(question, ids, sequence, profile)
         if sequence is not None and sequence.error is not None:
             raise KvcliError(sequence.error)
 
-    def _note(self, question: str, ids: Sequence[int], sequence: RunningSequence) -> None:
+    def _note(self, question: str, ids: Sequence[int], sequence: RunningSequence, profile: Profile) -> None:
         if sequence.running:
             sequence.end("interrupted")
         entry = replace(sequence.report(), source=f"turn {len(self.exchanges) + 1}", question=question)
         kv = sequence.method.footprint() + self.conversation.footprint()
-        self.exchanges.append(Exchange(question, ids, entry, self.profile, kv))
+        self.exchanges.append(Exchange(question, ids, entry, profile, kv))
 
     def _tokens(self, document: str, question: str, said: Sequence[Exchange]) -> list[int]:
         """Encode the conversation up to the beginning of the answer to `question`."""
@@ -175,20 +177,43 @@ class Dialogue:
             turns += [{"role": "assistant", "content": each.text}, {"role": "user", "content": following}]
         return encode(prompt, self.template, tokenizer, turns)
 
-    def _check(self, tokens: int) -> None:
+    def _settled(self, tokens: int) -> Profile:
+        """Choose the profile of a turn if nobody named one; show notices that are new.
+
+        Raises:
+            KvcliError: the turn will not fit (exit code 3); a budget that is a share of it is too small for the method
+                (usage).
+        """
+        checkpoint, sampling, profile = self.checkpoint, self.sampling, self.profile
+        notices = []
+        if profile.unnamed:
+            full = reference_profile()
+            profile, why = unnamed.choose(
+                *(profile, checkpoint, [tokens + sampling.max_tokens], 1), lambda: self._check(full, tokens)
+            )
+            notices += [why] if profile.method != self._settled_on else []
+            self._settled_on = profile.method
+        self._check(profile, tokens)
+        notices += profile_notices(profile, checkpoint, tokens)
+        beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
+        if beyond is not None and not self._warned:
+            notices.append(f"{beyond}: the text may be poor")
+            self._warned = True
+        for notice in notices:
+            if notice not in self._shown:
+                self._shown.add(notice)
+                self.observer.notice(notice)
+        return profile
+
+    def _check(self, profile: Profile, tokens: int) -> None:
         """Refuse a turn that will not fit, including what is kept of the conversation.
 
         Raises:
-            KvcliError: exit code 3; a budget that is a share of it is too small for the method (usage).
+            KvcliError: exit code 3.
         """
-        self.profile.for_prompt(tokens)
         checkpoint, sampling = self.checkpoint, self.sampling
-        beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
-        if beyond is not None and not self._warned:
-            self.observer.notice(f"{beyond}: the text may be poor")
-            self._warned = True
         need = memory.need(
-            *(self.profile, checkpoint.geometry, checkpoint.dtype, [tokens], sampling.max_tokens, 1),
+            *(profile, checkpoint.geometry, checkpoint.dtype, [tokens], sampling.max_tokens, 1),
             device=checkpoint.place,
         )
         token = sum(2 * each.num_kv_heads * each.head_dim for each in checkpoint.geometry.layers)

@@ -25,6 +25,7 @@ from kvcli.request import (
     choose_pipeline,
     open_disk,
     open_library,
+    settle_method,
 )
 from kvcli.runtime.checkpoint.kept_run import KeptRun
 from kvcli.runtime.engine import Engine, engine
@@ -58,7 +59,7 @@ def generate(
     observer.stage("load")
     with timeline.span("load"):
         checkpoint = open_checkpoint(spec)
-        prompts = encode_all(request.prompts, request.template, checkpoint.tokenizer)
+        prompts = encode_all(request.prompts, request.template, checkpoint)
         generation = Generation.prepared(request, checkpoint, prompts, observer, timeline)
     return _run(generation)
 
@@ -146,6 +147,7 @@ class Generation:
             KvcliError: the run will not fit (exit code 3); options contradict each other (usage).
         """
         timeline = timeline or Timeline()
+        request = settle_method(request, checkpoint, prompts, observer, loaded is not None)
         library = open_library(request, checkpoint, observer)
         disk = open_disk(request, checkpoint, prompts)
         check(request, checkpoint, prompts, observer, loaded=loaded is not None, disk=disk)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcli.capacity import memory, pipelines
+from kvcli.capacity import memory, pipelines, unnamed
 from kvcli.capacity.ahead import prepare_host_memory
 from kvcli.capacity.disk import disk_tier
 from kvcli.errors import usage_error
@@ -23,7 +23,7 @@ from kvcli.inputs.options import (
     Template,
     take,
 )
-from kvcli.inputs.profiles import Profile, profile_mismatch, reference_profile, resolve_profile, verifying_profile
+from kvcli.inputs.profiles import Profile, profile_notices, reference_profile, resolve_profile, verifying_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint
@@ -93,6 +93,30 @@ def open_disk(request: GenerationRequest, checkpoint: Checkpoint, prompts: Seque
     return disk_tier(asked, request.profile, checkpoint.device, sequences)
 
 
+def settle_method(
+    request: GenerationRequest,
+    checkpoint: Checkpoint,
+    prompts: Sequence[EncodedPrompt],
+    observer: Observer,
+    loaded: bool = False,
+) -> GenerationRequest:
+    """Choose between full attention and retrieval if nobody named a method, and say so.
+
+    Retrieval stays where something is asked of it: a disk, drafts to check, an audit.
+    """
+    asked_of_it = request.disk or request.lossless or request.audit
+    lengths = capacities(request, [prompt for prompt in prompts if prompt.error is None])
+    if not request.profile.unnamed or asked_of_it or not lengths:
+        return request
+    everything = replace(request, profile=reference_profile())
+    chosen, why = unnamed.choose(
+        *(request.profile, checkpoint, lengths, request.sampling.num_samples),
+        lambda: _check_memory(everything, checkpoint, prompts, loaded),
+    )
+    observer.notice(why)
+    return replace(request, profile=chosen)
+
+
 def check(
     request: GenerationRequest,
     checkpoint: Checkpoint,
@@ -106,6 +130,22 @@ def check(
     Raises:
         KvcliError: the run will not fit (exit code 3); the weights count unless they are `loaded` already.
     """
+    _check_memory(request, checkpoint, prompts, loaded, disk)
+    shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
+    for notice in [*checkpoint.notices(), *profile_notices(request.profile, checkpoint, shortest)]:
+        observer.notice(notice)
+    beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
+    if beyond is not None:
+        observer.notice(f"{beyond}: the text may be poor")
+
+
+def _check_memory(
+    request: GenerationRequest,
+    checkpoint: Checkpoint,
+    prompts: Sequence[EncodedPrompt],
+    loaded: bool,
+    disk: DiskTier | None = None,
+) -> None:
     sizes, together = [], 0
     for group in by_document([prompt for prompt in prompts if prompt.error is None]):
         common, lengths = in_common(group), [len(prompt.ids) for prompt in group]
@@ -119,13 +159,6 @@ def check(
         + 2 * ((request.kv.use or request.kv.cache) is not None),
         disk=disk,
     )
-    for notice in checkpoint.notices():
-        observer.notice(notice)
-    if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
-        observer.notice(mismatch)
-    beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
-    if beyond is not None:
-        observer.notice(f"{beyond}: the text may be poor")
 
 
 def begin_to_pin(

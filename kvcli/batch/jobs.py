@@ -14,11 +14,11 @@ from kvcli.batch.source import Line, RowSource
 from kvcli.capacity import memory
 from kvcli.capacity.memory import Need
 from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question, render_chat_template
+from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question, refuse_unembedded, render_chat_template
 from kvcli.inputs.options import Sampling, Template
 from kvcli.inputs.profiles import Profile
 from kvcli.memory.disk_tier import DiskTier
-from kvcli.models.loading import Checkpoint, fingerprint
+from kvcli.models.loading import Checkpoint, fingerprint, text_fingerprint
 
 _BEGINNING = 1024  # characters of a text by which documents are told apart before there are tokens
 _FIRST_PREFIX = 64  # tokens; each further prefix is twice as long
@@ -113,12 +113,17 @@ class Rules:
         """Return the key of the job's result."""
         template = {} if job.problem else {"template": asdict(self.inputs.template), "question": self.inputs.question}
         sampling = digest_of({**asdict(job.sampling), **template})
-        return Key(row=job.digest, profile=self.profile.hash, model=self.model, sampling=sampling)
+        return Key(row=job.digest, profile=self.profile.hash, model=self.model, tokenizer=self.tokenizer, sampling=sampling)
 
     @cached_property
     def model(self) -> str:
         """The model's fingerprint and dtype."""
         return f"{fingerprint(self.checkpoint)} {str(self.checkpoint.dtype).removeprefix('torch.')}"
+
+    @cached_property
+    def tokenizer(self) -> str:
+        """The fingerprint of the tokenizer, its template and the tokens that end a text."""
+        return text_fingerprint(self.checkpoint)
 
     def encode(self, row: Row) -> EncodedPrompt:
         """Encode a row into tokens.
@@ -132,10 +137,14 @@ class Rules:
                 if template.raw or tokenizer.chat_template is None:
                     why = "--raw leaves it out" if template.raw else "the tokenizer has none"
                     raise usage_error(f"messages need a chat template, and {why}")
-                text = render_chat_template(tokenizer, row.conversation, template.kwargs)
+                said = row.conversation
+                if template.system is not None and said[0]["role"] not in ("system", "developer"):
+                    said = [{"role": "system", "content": template.system}, *said]
+                text = render_chat_template(tokenizer, said, template.kwargs)
                 ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
             else:
                 ids = encode(row.prompt, Template(raw=True) if row.plain else template, tokenizer)
+            refuse_unembedded(ids, self.checkpoint, row.custom_id)
         except KvcliError as error:
             raise RowProblem("invalid_row", error.what) from None
         return EncodedPrompt(

@@ -26,9 +26,9 @@ _START = b'{"custom_id"'
 
 
 class Key(BaseModel):
-    """The identity of a result besides its name: hashes of the row's content, of profile, model and sampling.
+    """The identity of a result besides its name: hashes of the row's content, profile, model, tokenizer and sampling.
 
-    Two results of equal keys have the same text.
+    Two results of equal keys have the same text. A tokenizer of "" is that of an earlier version's file: not known.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -36,6 +36,7 @@ class Key(BaseModel):
     row: str
     profile: str
     model: str
+    tokenizer: str = ""
     sampling: str
 
 

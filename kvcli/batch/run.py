@@ -19,7 +19,7 @@ from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally, state_file, state_keeper
 from kvcli.capacity.disk import disk_for
 from kvcli.inputs.options import DiskOptions, KVOptions, Sampling, Template
-from kvcli.inputs.profiles import Profile, profile_mismatch
+from kvcli.inputs.profiles import Profile, profile_notices
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.request import GenerationRequest, open_library
 from kvcli.runtime.engine import engine
@@ -155,9 +155,9 @@ def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally
 def _settle_with(results: ResultFile, keys: dict[str, Key], request: BatchRequest) -> None:
     """Keep the results that belong to this batch; remove those to be done again, refuse others."""
     changed = {
-        name: [part for part in Key.model_fields if getattr(known.key, part) != getattr(keys[name], part)]
+        name: parts
         for name, known in results.known.items()
-        if name in keys and known.key != keys[name]
+        if name in keys and (parts := _changed(known.key, keys[name]))
     }
     strangers = [name for name in results.known if name not in keys]
     if not request.overwrite:
@@ -167,6 +167,11 @@ def _settle_with(results: ResultFile, keys: dict[str, Key], request: BatchReques
         again |= {name for name, known in results.known.items() if known.failed}
     if again:
         results.take_out(again.__contains__)
+
+
+def _changed(known: Key, now: Key) -> list[str]:
+    parts = [part for part in Key.model_fields if getattr(known, part) != getattr(now, part)]
+    return [part for part in parts if part != "tokenizer" or known.tokenizer]
 
 
 @dataclass
@@ -188,10 +193,11 @@ class _Run:
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
         """Load the model and run the jobs."""
         request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
-        for notice in checkpoint.notices():
+        if request.profile.unnamed:
+            observer.notice(f"no --method: {request.profile.method} with profile {request.profile.name} for all rows")
+        shortest = min(job.tokens for job in jobs)
+        for notice in [*checkpoint.notices(), *profile_notices(request.profile, checkpoint, shortest)]:
             observer.notice(notice)
-        if (mismatch := profile_mismatch(request.profile, checkpoint)) is not None:
-            observer.notice(mismatch)
         library = open_library(GenerationRequest(request.profile, (), kv=request.kv), checkpoint, observer)
         observer.stage("load")
         model = checkpoint.load()

@@ -218,6 +218,9 @@ def _warn(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load]
     beyond = checkpoint.geometry.beyond_positions(max(load.capacity for load in loads), checkpoint.name)
     if beyond is not None:
         observer.notice(beyond)
+    for entry in request.entries:
+        if entry.profile.notice is not None:
+            observer.notice(f"{entry.label}: {entry.profile.notice}")
     for name in dict.fromkeys(entry.profile.method for entry in request.entries):
         if request.ablate and not get_method(name).ablation:
             observer.notice(f"--ablate: {name} declares no parts that can be taken out")

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typing_extensions import override
 
 from kvcli.cli.command import command, hush_libraries, profile_of
-from kvcli.cli.output import check_files, progress, write_result
+from kvcli.cli.output import check_files, demo_notice, progress, write_result
 from kvcli.cli.process import handled_by
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs import options
@@ -213,7 +213,9 @@ def _run(
     from kvcli.ui import console
 
     tally = Tally()
-    with progress(shown.quiet, demo=spec.name is None) as observer:
+    with progress(shown.quiet) as observer:
+        if spec.name is None:
+            observer.notice(demo_notice([request.source]))
         display = console.BatchDisplay(shown.quiet or shown.log_json, observer.console)
         with _watched(tally, display, shown):
             if cluster is None:

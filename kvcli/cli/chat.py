@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.command import command, hush_libraries, profile_of, read_entries, template_of
-from kvcli.cli.output import check_files, write_result
+from kvcli.cli.command import command, hush_libraries, model_of, profile_of, read_entries, template_of
+from kvcli.cli.output import check_files, demo_notice, write_result
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs import options
 from kvcli.ui.escape import visible
@@ -85,6 +85,7 @@ def chat(
     if disk is not None:
         what = "--kv-disk is not for chat: between turns a conversation keeps all of its KV in host memory"
         raise usage_error(what, "ask all questions in one run: kvcli generate FILE --questions FILE --kv-disk DIR")
+    model, taken = model_of(model, kv.use)
     check_files({"-o": output.output}, model, asked.files, settings=method.settings)
     if "-" in asked.files:
         raise usage_error("- is no document here: standard input has the questions", "name a file")
@@ -100,7 +101,9 @@ def chat(
     silent = output.as_json or output.output is not None
     console = RunConsole(None, output.quiet, text_on_screen=sys.stdout.isatty())
     if model.model is None:
-        console.notice("no -m: using the small demo model that comes with kvcli, trained on documents of its own kind")
+        console.notice(demo_notice(asked.files))
+    if taken is not None:
+        console.notice(taken)
     with _ctrl_c_stops_answers(), ExitStack() as at_the_end:
         at_the_end.callback(console.stage_done)
         console.stage("load")
@@ -127,15 +130,17 @@ class Session:
         self.budget: str | None = None  # the last value of /budget
         self.code = ExitCode.OK
 
-    def run(self, lines: Iterable[str]) -> ExitCode:
+    def run(self, lines: Iterable[str | KvcliError]) -> ExitCode:
         """Take all lines; return the exit code of the last question."""
         from kvcli.ui.console import print_error
 
         for line in lines:
-            text = line.strip()
+            text = "" if isinstance(line, KvcliError) else line.strip()
             if text in ("/quit", "/exit"):
                 break
             try:
+                if isinstance(line, KvcliError):
+                    raise line
                 if text:
                     self._take(text)
             except AnswerStopped:
@@ -241,21 +246,35 @@ def _documents(asked: options.Input, kv: Path | None) -> str:
     return "\n\n".join(texts)
 
 
-def _lines() -> Iterator[str]:
-    """Yield lines of standard input; on a terminal with a prompt, history and editing. Ctrl-C drops a line."""
+def _lines() -> Iterator[str | KvcliError]:
+    """Yield lines of standard input; on a terminal with a prompt, history and editing. Ctrl-C drops a line.
+
+    A line that is not UTF-8 text is an error in its place.
+    """
     if not sys.stdin.isatty():
-        yield from sys.stdin
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield _not_text(f"line {number} of standard input", error)
         return
     with suppress(ImportError):
         import readline  # noqa: F401 - input() gets history and editing by it
     while True:
         try:
             yield input("> ")
+        except UnicodeDecodeError as error:
+            yield _not_text("the line", error)
         except AnswerStopped:
             print(file=sys.stderr)
         except EOFError:
             print(file=sys.stderr)
             return
+
+
+def _not_text(line: str, error: UnicodeDecodeError) -> KvcliError:
+    what = f"{line} is not UTF-8 text (byte {error.start})"
+    return usage_error(what, "check the encoding of the file or terminal; the other lines are asked")
 
 
 @contextmanager

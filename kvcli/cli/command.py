@@ -18,7 +18,7 @@ from kvcli.errors import usage_error
 from kvcli.inputs.options import Compared, MethodOptions, Option, Some, made, positive_count, token_budget
 
 if TYPE_CHECKING:
-    from kvcli.inputs.options import Input, Template
+    from kvcli.inputs.options import Input, ModelOptions, Template
     from kvcli.inputs.profiles import Profile
     from kvcli.inputs.prompts import FailedPrompt, Prompt
     from kvcli.inputs.variants import Variant
@@ -122,7 +122,8 @@ def assignments(settings: Iterable[str], name: str = "--set") -> dict[str, str]:
         key, equals, value = assignment.partition("=")
         if not equals or not key.strip():
             raise usage_error(f"{name} {assignment!r} is not KEY=VALUE", f"for example {name} budget=4K")
-        values[key.strip().replace("-", "_")] = value.strip()
+        method, dot, setting = key.strip().rpartition(".")
+        values[f"{method}{dot}{setting.replace('-', '_')}"] = value.strip()
     return values
 
 
@@ -232,6 +233,26 @@ def template_of(context: typer.Context, asked: Template, kv: Path | None, settle
 
     saved = read_manifest(kv).asked
     return replace(asked, system=saved.system, raw=saved.raw, kwargs=saved.chat_template_kwargs)
+
+
+def model_of(asked: ModelOptions, kv: Path | None) -> tuple[ModelOptions, str | None]:
+    """Return the model as asked, or without one the model that the KV in the directory `kv` was saved with; a notice.
+
+    Raises:
+        KvcliError: `kv` is not a directory of saved KV, or its model is not where it was (usage).
+    """
+    if asked.model is not None or kv is None:
+        return asked, None
+
+    from kvcli.runtime.saved.manifest import read_manifest
+
+    saved = read_manifest(kv).model
+    if saved.model == "demo":
+        return asked, None
+    if "/" in saved.model and Path(saved.model).is_absolute() and not Path(saved.model).exists():
+        raise usage_error(f"{kv}: saved with {saved.model}, which is not there", "name the model's new place with -m")
+    dtype = saved.dtype if asked.dtype == "auto" else asked.dtype
+    return replace(asked, model=saved.model, dtype=dtype), f"no -m: {saved.model}, with which {kv} was saved"
 
 
 def hush_libraries(verbose: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.command import command, compared, each, given, names
+from kvcli.cli.command import assignments, command, compared, each, given, names
 from kvcli.cli.output import OutputWriter, check_files, progress
 from kvcli.errors import ExitCode
 from kvcli.inputs import options
@@ -104,7 +104,7 @@ def evaluate(
         profiles=names(chosen.profile, "--profile"),
         settings=chosen.settings,
     )
-    from kvcli.inputs.variants import table_suite
+    from kvcli.inputs.variants import of_several_meanings, table_suite
 
     suite = None if asked.suite is None else table_suite(asked.suite)
     max_length, max_tokens = asked.max_length, own.max_tokens
@@ -138,6 +138,8 @@ def evaluate(
         disk=disk,
     )
     with progress(output.quiet, demo=model.model is None) as observer:
+        for line in of_several_meanings([*assignments(chosen.settings)], variants):
+            observer.notice(line)
         if suite is not None:
             observer.notice(f"{asked.suite}: {suite.table}; it is about {suite.files}")
         if sampling.alike is not None:

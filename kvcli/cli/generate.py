@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli.command import command, given, hush_libraries, profile_of, read_entries, template_of
-from kvcli.cli.output import check_files
+from kvcli.cli.command import command, given, hush_libraries, model_of, profile_of, read_entries, template_of
+from kvcli.cli.output import check_files, demo_notice
 from kvcli.cli.presentation import Presentation
 from kvcli.errors import ExitCode, usage_error
 from kvcli.inputs import options
@@ -65,6 +65,7 @@ def generate(
     if resume.directory is not None:
         hush_libraries(output.verbose)
         raise typer.Exit(_go_on(context, resume.directory, model, tracing, output))
+    model, taken = model_of(model, kv.use)
     documents = [*asked.files, *([asked.questions] if asked.questions is not None else ())]
     check_files(
         {"-o": output.output, "--trace": tracing.trace}, model, documents, [method.profile], settings=method.settings
@@ -96,9 +97,9 @@ def generate(
         if (name := next((name for name, value in beside.items() if value), None)) is not None:
             raise usage_error(f"--turns goes without {name}", f"leave {name} or --turns out")
     if model.model is None:
-        show.observer.notice(
-            "no -m: using the small demo model that comes with kvcli, trained on documents like those in examples/"
-        )
+        show.observer.notice(demo_notice(asked.files))
+    if taken is not None:
+        show.observer.notice(taken)
     if sampling.alike is not None:
         show.observer.notice(sampling.alike)
     request = GenerationRequest(

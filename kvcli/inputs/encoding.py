@@ -20,6 +20,8 @@ from kvcli.inputs.prompts import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvcli.models.loading import Checkpoint, Model
+
 SECONDS = 10.0
 """Time limit of a template. Templates of real models take milliseconds, even around millions of tokens."""
 _PART = "{'type': 'text'"  # a part of a message that was written as it is
@@ -78,18 +80,17 @@ def _alike(prompts: Sequence[EncodedPrompt]) -> bool:
     return 2 * common >= max(lengths) and own <= max(common, ALWAYS_TOGETHER)
 
 
-def encode_all(
-    prompts: Sequence[Prompt], template: Template, tokenizer: PreTrainedTokenizerBase
-) -> list[EncodedPrompt]:
+def encode_all(prompts: Sequence[Prompt], template: Template, checkpoint: Checkpoint) -> list[EncodedPrompt]:
     """Tokenise every prompt; one that fails is kept with its error.
 
     Raises:
         KvcliError: every prompt failed; this is the first one's error.
     """
-    encoded = []
+    encoded, tokenizer = [], checkpoint.tokenizer
     for prompt in prompts:
         try:
             ids = encode(prompt, template, tokenizer)
+            refuse_unembedded(ids, checkpoint, prompt.source)
             encoded.append(EncodedPrompt(prompt.source, ids, encode_question(prompt, tokenizer), prompt=prompt))
         except KvcliError as error:
             encoded.append(EncodedPrompt(prompt.source, [], error=error, prompt=prompt))
@@ -119,6 +120,20 @@ def encode(
     if not ids:
         raise usage_error(f"{prompt.source}: the prompt has no tokens", "this tokenizer knows none of its text")
     return list(ids)
+
+
+def refuse_unembedded(ids: Sequence[int], model: Checkpoint | Model, source: str) -> None:
+    """Refuse tokens that a tokenizer has and its model has not: on a GPU they would end the process.
+
+    Raises:
+        KvcliError: names the token and both sizes (usage).
+    """
+    known, token = model.geometry.vocab_size, max(ids, default=0)
+    if token >= known:
+        text, size = model.tokenizer.convert_ids_to_tokens(token), len(model.tokenizer)
+        what = f"{source}: token {token:,} ({text!r}) is beyond the {known:,} that {model.name} has embeddings for"
+        hint = f"the tokenizer has {size:,} tokens: take the model's own with --tokenizer, or leave that text out"
+        raise usage_error(what, hint)
 
 
 def encode_question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:

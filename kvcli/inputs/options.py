@@ -397,7 +397,10 @@ class MethodOptions:
     """A method and its settings: by name or by a profile, changed by KEY=VALUE or by options of their own."""
 
     method: str | None = METHOD(
-        None, "--method", "NAME", "KV-cache method, see kvcli methods.", show="freekv", complete=complete_methods
+        None,
+        *("--method", "NAME", "KV-cache method, see kvcli methods."),
+        show="full where that is cheap, else freekv",
+        complete=complete_methods,
     )
     profile: str | None = METHOD(
         None,
@@ -434,7 +437,7 @@ class Compared:
     budget: str | None = METHODS(
         None, "--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt."
     )
-    settings: tuple[str, ...] = METHODS((), "--set", "KEY=VALUE", "A setting for all that have it; repeatable.")
+    settings: tuple[str, ...] = METHODS((), "--set", "KEY=VALUE", "A setting for all that have it, or METHOD.KEY=VALUE; repeatable.")
     kv_dtype: Literal["auto", "int8", "int4"] | None = METHODS(None, *_KV_DTYPE)
     ablate: bool = METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kvcli.methods.config import MethodConfig
     from kvcli.models.loading import Checkpoint
 
-DEFAULT_METHOD = "freekv"
+DEFAULT_PROFILE = "freekv-long-input"
+"""What serves where nothing is named: the settings for a long document and a short answer."""
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -31,7 +32,9 @@ _SHOWN = 60  # characters of a value in a message
 class Profile:
     """A method and all of its settings; `paper` names the source of the values.
 
-    `provenance` records the model, the text and the curve of values that `kvcli calibrate` found.
+    `provenance` records the model, the text and the curve of values that `kvcli calibrate` found. A profile that nobody
+    named is `unnamed`: a generation may take full attention instead (`kvcli.capacity.unnamed`). One that `scales` makes
+    sink and window smaller where the budget leaves no room beside them, and says so in `notice`.
     """
 
     name: str
@@ -40,6 +43,9 @@ class Profile:
     paper: str
     settings: MethodConfig
     provenance: dict[str, Any] = field(default_factory=dict)
+    unnamed: bool = field(default=False, compare=False)
+    scales: bool = field(default=False, compare=False)
+    notice: str | None = field(default=None, compare=False)
 
     @property
     def hash(self) -> str:
@@ -60,7 +66,8 @@ class Profile:
         asked = ", ".join(f"{key} {share}" for key, share in shares.items())
         found = settings | {key: share.of(tokens) for key, share in shares.items()}
         source = f"{self.method}: {asked} of a prompt of {tokens:,} tokens"
-        return replace(self, settings=_validate(type(self.settings), self.method, found, source))
+        resolved, notice = _validate(type(self.settings), self.method, found, source, self.scales)
+        return replace(self, settings=resolved, notice=notice)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for the JSON report, with every setting and the hash."""
@@ -97,8 +104,9 @@ def resolve_profile(
     """Find the profile that a command line asks for and apply `overrides` on top.
 
     `profile` is a name of `profile_names()` or a path that ends in .toml. Without it, the profile named after the
-    method is taken, or the method's own defaults if there is none; without both, `freekv`. An override that is a string
-    is read as a TOML value, a bare word as a string, and 4K as a count of tokens.
+    method is taken, or the method's own defaults if there is none; without both, `DEFAULT_PROFILE`. An override that is
+    a string is read as a TOML value, a bare word as a string, and 4K as a count of tokens. Where neither sink nor
+    window is among the overrides, a small budget scales both.
 
     Raises:
         KvcliError: an unknown name, key or value, with the nearest known name; bad TOML, with line and column; a
@@ -114,13 +122,18 @@ def resolve_profile(
     settings = dict(found.settings)
     for key, value in (overrides or {}).items():
         settings[key] = _override(method_class.Config, key, value)
+    scales = not {"sink", "window"} & {*(overrides or {})}
+    resolved, notice = _validate(method_class.Config, found.method, settings, scales=scales)
     return Profile(
         name,
         found.method,
         method_class.title if found.description is None else found.description,
         method_class.paper if found.paper is None else found.paper,
-        _validate(method_class.Config, found.method, settings),
+        resolved,
         found.provenance,
+        unnamed=method is None and profile is None and not overrides,
+        scales=scales,
+        notice=notice,
     )
 
 
@@ -152,6 +165,11 @@ def profile_mismatch(profile: Profile, checkpoint: Checkpoint) -> str | None:
     )
 
 
+def profile_notices(profile: Profile, checkpoint: Checkpoint, shortest: int) -> list[str]:
+    """List what a user of `profile` should know before a run whose shortest prompt has `shortest` tokens."""
+    return [each for each in (profile.for_prompt(shortest).notice, profile_mismatch(profile, checkpoint)) if each]
+
+
 def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
     """Raise KvcliError (usage) if `profile` was calibrated on another model.
 
@@ -168,7 +186,7 @@ def _found(method: str | None, profile: str | None) -> tuple[str, ProfileFile, l
     from kvcli.methods.card import setting_names
 
     known = setting_names(method) if method is not None else None
-    name = profile or method or DEFAULT_METHOD
+    name = profile or method or DEFAULT_PROFILE
     if profile is None and method is not None and name not in profile_names():
         found = ProfileFile(method=method)
     else:
@@ -219,16 +237,38 @@ def _counts_tokens(config: type[MethodConfig], key: str) -> bool:
 
 
 def _validate(
-    config: type[MethodConfig], method: str, settings: dict[str, Any], source: str | None = None
-) -> MethodConfig:
+    config: type[MethodConfig], method: str, settings: dict[str, Any], source: str | None = None, scales: bool = False
+) -> tuple[MethodConfig, str | None]:
+    """Make a method's settings; return them, and a notice if sink and window are `_smaller` than they were."""
     try:
-        return config(**settings)
+        return config(**settings), None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if scales and not first["loc"] and (smaller := _smaller(config, settings)) is not None:
+            return smaller
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
             message = f"{first['loc'][0]} = {shown(first['input'])}: {message[0].lower()}{message[1:]}"
         raise usage_error(f"{source or method}: {message}", f"see kvcli methods {method}") from None
+
+
+def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[MethodConfig, str] | None:
+    """Scale sink and window as the budget is to the method's own; None if that does not help either."""
+    fields = config.model_fields
+    usual, budget = (each.get("budget") for each in ({k: f.default for k, f in fields.items()}, settings))
+    if not isinstance(budget, int) or isinstance(budget, Share) or not isinstance(usual, int) or budget >= usual:
+        return None
+    page = settings.get("page_size", fields["page_size"].default if "page_size" in fields else 1)
+    before = {key: settings.get(key, fields[key].default) for key in ("sink", "window") if key in fields}
+    after = {key: size * budget // usual // page * page for key, size in before.items()}
+    if before.get("window"):
+        after["window"] = max(after["window"], page)
+    try:
+        found = config(**{**settings, **after})
+    except ValidationError:
+        return None
+    sizes = [" and ".join(f"{key} {size:,}" for key, size in each.items()) for each in (before, after)]
+    return found, f"budget {budget:,} has no room for {sizes[0]}: taking {sizes[1]}; --sink and --window set them"
 
 
 class ProfileFile(BaseModel):

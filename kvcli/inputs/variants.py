@@ -5,7 +5,7 @@ each a set of profiles with budgets and sampling, which one command repeats.
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -61,7 +61,8 @@ def variants(
 ) -> list[Variant]:
     """Combine the names of a command line, methods first, budgets in the order given.
 
-    `settings` go to every method that has them. A method without a budget occurs once; without `budgets` the others
+    `settings` go to every method that has them; one named `METHOD.KEY` goes to that method or profile alone, and comes
+    before a plain one. A method without a budget occurs once; without `budgets` the others
     keep their own. A profile `paper-NAME` stands for everything that a paper ran (`read_paper`).
 
     Raises:
@@ -72,6 +73,7 @@ def variants(
         named += _of_paper(name) if name.startswith(PREFIX) else [_Named(name, None, name)]
     fields = {each.name: known_settings(each.method, each.profile) for each in named}
     known = {key for keys in fields.values() for key in keys}
+    known |= {f"{name}.{key}" for name, keys in fields.items() for key in keys}
     for key in sorted({*settings, *(["budget"] if budgets else [])} - known):
         close = get_close_matches(key, sorted(known), n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see kvcli methods NAME"
@@ -79,6 +81,8 @@ def variants(
     found: dict[str, Variant] = {}
     for each in named:
         shared = dict(each.settings) | {key: value for key, value in settings.items() if key in fields[each.name]}
+        own = {key.removeprefix(f"{each.name}."): value for key, value in settings.items()}
+        shared |= {key: value for key, value in own.items() if key not in settings}
         for budget in budgets if budgets and "budget" in fields[each.name] else [None]:
             overrides: dict[str, str | object] = dict(shared)
             if budget is not None:
@@ -92,6 +96,19 @@ def variants(
                 raise usage_error(what, "name each method and profile once")
             found[variant.label] = variant
     return list(found.values())
+
+
+def of_several_meanings(settings: Sequence[str], variants: Sequence[Variant]) -> Iterator[str]:
+    """Say what each of the `settings` is that means one thing for some of the methods and another for others."""
+    for key in settings:
+        meanings: dict[str, list[str]] = {}
+        for variant in variants:
+            if (field := type(variant.profile.settings).model_fields.get(key)) is not None:
+                meaning = (field.description or "").partition(",")[0]
+                meanings.setdefault(meaning, []).append(variant.name)
+        if len(meanings) > 1:
+            each = (f"{', '.join(dict.fromkeys(names))}: {meaning}" for meaning, names in meanings.items())
+            yield f"{key} is for {'; for '.join(each)}. --set METHOD.{key}=VALUE sets that of one method"
 
 
 class _Named(NamedTuple):

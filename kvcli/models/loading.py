@@ -90,6 +90,14 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps([rules, tokenizer.chat_template]).encode()).hexdigest()[:12]
 
 
+def text_fingerprint(checkpoint: Checkpoint) -> str:
+    """Hash what turns texts into tokens and ends them: the tokenizer, its template, and the end tokens of the model."""
+    path, ends = checkpoint.path, None
+    if path is not None and (file := path / "generation_config.json").is_file():
+        ends = json.loads(file.read_text("utf-8")).get("eos_token_id")
+    return hashlib.sha256(json.dumps([tokenizer_fingerprint(checkpoint.tokenizer), ends]).encode()).hexdigest()[:12]
+
+
 def _weight_files(checkpoint: Checkpoint) -> list[Path]:
     path = checkpoint.path
     if _is_gguf(path):

@@ -19,7 +19,7 @@ class StreamingDetokenizer:
     (`DecodeStream`) serves only its own tokenizers, and never releases an incomplete end.
     """
 
-    not_state: ClassVar[tuple[str, ...]] = ("tokenizer",)
+    not_state: ClassVar[tuple[str, ...]] = ("tokenizer", "_skipped")
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
@@ -28,14 +28,19 @@ class StreamingDetokenizer:
         self._held = ""  # decoded, not released
         self._ids: list[int] = []
         self._context = self._decoded = 0  # ids[context:decoded] are the left neighbours of what is not decoded yet
+        self._skipped: dict[int, bool] = {}  # by token: special, with no text
 
     def push(self, token: int) -> str:
         """Add a token; return the piece of text that is now certain. Sets `stopped` at a stop string."""
+        if self._skips(token):
+            return ""
         self._ids.append(token)
         piece = self._new_text()
         if piece.endswith(_INCOMPLETE):
             return ""
-        self._context, self._decoded = self._decoded, len(self._ids)
+        if piece:  # else the neighbours stay, for what comes next begins no text
+            self._context = self._decoded
+        self._decoded = len(self._ids)
         self._held += piece
         found = [at for at in (self._held.find(stop) for stop in self.stop) if at >= 0]
         if found:
@@ -54,6 +59,13 @@ class StreamingDetokenizer:
     def settled(self) -> list[Settled]:
         """List what no later token changes: tokens are only added."""
         return [Settled(self._ids, 0, len(self._ids))]
+
+    def _skips(self, token: int) -> bool:
+        """Tell whether a token is left out as special: it is no neighbour of the text around it."""
+        if token not in self._skipped:
+            decode = self.tokenizer.decode
+            self._skipped[token] = not decode([token], skip_special_tokens=True) and bool(decode([token]))
+        return self._skipped[token]
 
     def _new_text(self) -> str:
         known = self.tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)

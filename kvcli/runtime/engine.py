@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from kvcli.inputs.encoding import refuse_unembedded
 from kvcli.inputs.profiles import Profile
 from kvcli.kernels._numba import compiling
 from kvcli.kv.parking import Parking
@@ -187,6 +188,8 @@ class Engine:
         the whole windows of the common part, unless they preview the prompt's end (`Method.preview`). They need equal
         capacities, and no known KV is skipped for them.
         """
+        for ids in (branches.common, *branches.rests):
+            refuse_unembedded(ids, self.model, "prompt")
         self.rope.use([max(row[0].context.capacity for row in methods)])
         find_documents(branches, methods)
         columns = list(zip(*methods, strict=True))

@@ -254,3 +254,41 @@ def test_results_in_a_folder_of_documents_are_no_rows(batch, tmp_path):
     (folder / "begun.jsonl").touch()
     assert batch(*asked, "-o", folder / "answers.jsonl").returncode == 0
     assert {*answers(folder / "answers.jsonl")} == {"a.txt", "b.txt"}
+
+
+def test_results_under_another_tokenizer_are_refused(warm, source, tmp_path):
+    model = tiny_checkpoint("llama", tmp_path / "model")
+    run = partial(warm, "batch", "-m", model, source, "-o", tmp_path / "out.jsonl")
+    assert run().returncode == 0
+    assert run().returncode == 0
+    config = model / "tokenizer_config.json"
+    before = config.read_text()
+    config.write_text(json.dumps(json.loads(before) | {"chat_template": "{{ messages[0].content }}"}))
+    assert_refused(run(), 2, "tokenizer changed")
+    config.write_text(before)
+    ends = model / "generation_config.json"
+    ends.write_text(json.dumps({"eos_token_id": [1, 2]}))
+    assert_refused(run(), 2, "tokenizer changed")
+    assert run("--overwrite").returncode == 0
+
+
+def test_a_system_message_goes_before_rows_of_messages_without_one(warm, tmp_path):
+    model = tiny_checkpoint("llama", tmp_path / "model")
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    config = model / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    said = {"role": "user", "content": "the fox"}
+    own = {"role": "system", "content": "the dog sleeps"}
+    rows = [("bare", [said]), ("own", [own, said])]
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"custom_id": name, "messages": messages}) + "\n" for name, messages in rows)
+    )
+    used = []
+    for options in ([], ["-s", "the lazy dog and then the quick fox"]):
+        out = tmp_path / f"{len(used)}.jsonl"
+        result = warm("batch", "-m", model, tmp_path / "in.jsonl", "-o", out, "--max-tokens", 2, *options)
+        assert result.returncode == 0, result.stderr
+        found = {(each := json.loads(line))["custom_id"]: each for line in out.read_text().splitlines()}
+        used.append({name: each["response"]["body"]["usage"]["prompt_tokens"] for name, each in found.items()})
+    assert used[1]["bare"] > used[0]["bare"] + 5
+    assert used[1]["own"] == used[0]["own"]

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from command import assert_refused
+from command import COMMAND, assert_refused, environment
 from families import EOS, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -39,6 +39,26 @@ def test_a_line_is_a_turn(warm, model, document):
         assert words in result.stderr
     assert "/retry           answer the last question once more" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_line_that_is_no_text_is_named_and_the_others_are_asked(model, document):
+    lines = "\ufeffwhich fox?\n".encode() + b"which \xff dog?\n" + b"and then?\n"
+    result = subprocess.run(
+        [*COMMAND, "chat", "-m", str(model), str(document), "--max-tokens", "3", "--json"],
+        input=lines,
+        capture_output=True,
+        env=environment(),
+        check=False,
+    )
+    assert [each["question"] for each in json.loads(result.stdout)["sequences"]] == ["which fox?", "and then?"]
+    assert b"line 2 of standard input is not UTF-8 text (byte 6)" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_without_a_method_a_short_conversation_is_read_whole(warm, model, document):
+    result = warm("chat", "-m", model, document, "--max-tokens", 3, "--json", text="which fox?\nand then?\n")
+    assert json.loads(result.stdout)["profile"]["method"] == "full"
+    assert result.stderr.count("no --method: full attention") == 1
 
 
 def test_json_has_all_turns(warm, model, document):

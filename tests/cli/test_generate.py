@@ -10,6 +10,7 @@ from inspect import signature
 import pytest
 from command import COMMAND, assert_refused, environment, kvcli
 from families import tiny_checkpoint
+from transformers import AutoTokenizer
 
 from kvcli.cli.generate import generate as command
 from kvcli.runtime.sampling import Sampling
@@ -350,3 +351,52 @@ def test_a_killed_run_goes_on_from_its_checkpoint(warm, model, document, generat
 def test_what_cannot_be_kept_or_gone_on_with_is_one_line(warm, tmp_path, arguments, words):
     (tmp_path / "fox.txt").write_text(WORDS)
     assert_refused(warm("generate", "-q", *arguments, cwd=tmp_path), 2, words)
+
+
+def test_without_a_method_short_documents_are_read_whole(generate, document):
+    result = generate(document, "--max-tokens", 3, "--json")
+    assert json.loads(result.stdout)["profile"]["method"] == "full"
+    assert "no --method: full attention, because reading all of" in result.stderr
+    named = generate(document, "--max-tokens", 3, "--json", "--method", "freekv")
+    assert json.loads(named.stdout)["profile"]["method"] == "freekv"
+    assert "no --method" not in named.stderr
+    audited = generate(document, "--max-tokens", 3, "--json", "--audit", 1)
+    assert json.loads(audited.stdout)["profile"]["name"] == "freekv-long-input"
+
+
+def test_a_small_budget_scales_sink_and_window_with_a_notice(generate, document):
+    result = generate(document, "--max-tokens", 3, "--json", "--budget", 128)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["profile"]["settings"]["budget"] == 128
+    assert "budget 128 has no room for sink 128 and window 128: taking sink 0 and window 32" in result.stderr
+
+
+def test_the_demo_model_says_what_it_is_good_for(warm, document):
+    result = warm("generate", document, "--max-tokens", 1)
+    assert "can only find facts in documents like those in examples/" in " ".join(result.stderr.split())
+    known = warm("generate", "examples/needle-4k.txt", "--max-tokens", 1)
+    assert "using the small demo model" in " ".join(known.stderr.split())
+
+
+@pytest.fixture
+def beyond(tmp_path):
+    """A checkpoint whose tokenizer has a token that the model has no embedding for."""
+    path = tiny_checkpoint("llama", tmp_path / "beyond")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    more = json.loads((path / "config.json").read_text())["vocab_size"] + 1 - len(tokenizer)
+    tokenizer.add_tokens([f"<more{number}>" for number in range(max(more, 1))])
+    tokenizer.save_pretrained(path)
+    return path, f"<more{max(more, 1) - 1}>"
+
+
+def test_a_token_that_the_model_lacks_is_refused(warm, beyond, tmp_path):
+    model, token = beyond
+    (tmp_path / "a.txt").write_text(f"the fox {token} runs")
+    result = warm("generate", "-m", model, tmp_path / "a.txt", "--max-tokens", 2)
+    assert_refused(result, 2, token, "is beyond the")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": "a", "prompt": f"the {token}"}) + "\n")
+    checked = warm("batch", "-m", model, tmp_path / "in.jsonl", "--validate-only")
+    assert checked.returncode == 4, checked.stderr
+    assert "is beyond the" in " ".join(checked.stderr.split())
+    asked = warm("chat", "-m", model, text=f"the {token}\nthe fox\n")
+    assert "is beyond the" in " ".join(asked.stderr.split())

@@ -167,3 +167,29 @@ def test_what_is_wrong_is_said_in_a_line(generate, document, saved, warm, model,
     assert_refused(warm("prefill", "-m", model, document), 2, "where to keep")
     assert_refused(warm("kv", "list"), 2, "which store")
     assert_refused(warm("kv", "rm", "00", "--kv-cache", tmp_path), 2, "no entry is called")
+
+
+def test_saved_kv_brings_its_model(warm, model, document, saved, tmp_path, monkeypatch):
+    asked = ["--kv", saved, *SHORT, "-p", "which fox?", "--json"]
+    with_model = tokens(warm("generate", "-m", model, *asked))
+    monkeypatch.chdir(tmp_path)  # the model's place is known from anywhere
+    alone = warm("generate", *asked)
+    assert tokens(alone) == with_model
+    assert f"no -m: {model}" in "".join(alone.stderr.splitlines())
+    talk = warm("chat", "--kv", saved, "--max-tokens", 3, "--json", text="which fox?\n")
+    assert len(tokens(talk)) == 1
+
+
+def test_saved_kv_of_a_model_that_was_moved_says_so(warm, model, document, tmp_path):
+    old = tmp_path / "old"
+    shutil.copytree(model, old)
+    assert warm("prefill", "-m", old, document, "--save-kv", tmp_path / "a.kv").returncode == 0
+    old.rename(tmp_path / "new")
+    moved = ["--kv", tmp_path / "a.kv", *SHORT, "-p", "which fox?"]
+    assert_refused(warm("generate", *moved), 2, str(old), "not there")
+    assert warm("generate", "-m", tmp_path / "new", *moved).returncode == 0
+
+
+def test_prefill_says_what_to_do_next(warm, model, document, tmp_path):
+    result = warm("prefill", "-m", model, document, "--save-kv", tmp_path / "a b.kv")
+    assert f"kvcli generate --kv '{tmp_path}/a b.kv' -p " in result.stderr

@@ -174,3 +174,38 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path):
     assert "No such file" in refused(profile=str(tmp_path / "none.toml")).what
     (tmp_path / "bytes.toml").write_bytes(b"method = \xff")
     assert "UTF-8" in refused(profile=str(tmp_path / "bytes.toml")).what
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "sink", "window"),
+    [("freekv", 512, 128, 128), ("freekv", 1055, 256, 256), ("freekv", 64, 0, 32), ("tokenselect", 256, 16, 64)],
+)
+def test_a_small_budget_scales_sink_and_window_and_says_so(method, budget, sink, window):
+    found = resolve_profile(method, overrides={"budget": budget})
+    assert (found.settings.sink, found.settings.window) == (sink, window)
+    assert f"budget {budget:,} has no room for sink" in found.notice
+    assert f"taking sink {sink:,} and window {window:,}" in found.notice
+
+
+def test_sizes_that_are_given_are_not_scaled():
+    assert resolve_profile("freekv", overrides={"budget": 1056}).notice is None
+    refused(method="freekv", overrides={"budget": 512, "sink": 512})
+    refused(method="freekv", overrides={"budget": 512, "window": 512})
+    refused(method="freekv", overrides={"budget": 16})  # not even a page
+
+
+def test_a_share_of_a_short_prompt_scales_too():
+    share = resolve_profile("freekv", overrides={"budget": "10%"})
+    assert share.notice is None
+    assert share.for_prompt(40_000).notice is None
+    short = share.for_prompt(4000)
+    assert (short.settings.budget, short.settings.sink, short.settings.window) == (400, 96, 96)
+    assert "budget 400" in short.notice
+    with pytest.raises(KvcliError, match="leaves no page"):
+        resolve_profile("freekv", overrides={"budget": "10%", "sink": 512}).for_prompt(4000)
+
+
+def test_without_a_name_the_profile_is_that_for_documents():
+    assert (resolve_profile().name, resolve_profile().unnamed) == ("freekv-long-input", True)
+    assert not resolve_profile(overrides={"budget": 4096}).unnamed
+    assert not resolve_profile("freekv").unnamed

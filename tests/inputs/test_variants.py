@@ -3,7 +3,7 @@
 import pytest
 
 from kvcli.errors import KvcliError
-from kvcli.inputs.variants import ablated, paper_names, read_paper, variants
+from kvcli.inputs.variants import ablated, of_several_meanings, paper_names, read_paper, variants
 from kvcli.methods import get_method, method_names
 from kvcli.sizes import Share
 
@@ -54,3 +54,18 @@ def test_budgets_and_settings_of_a_command_line_come_on_top():
     found = variants([], ["paper-refreekv"], [Share("90%"), Share("20%")], {"sink": "8"})
     assert [each.label for each in found if each.profile.method == "snapkv"] == ["snapkv 90%", "snapkv 20%"]
     assert all(each.profile.settings.sink == 8 for each in found if each.profile.method == "streaming")
+
+
+def test_a_setting_goes_to_one_method_by_its_name():
+    found = variants(["freekv", "snapkv"], [], [], {"window": "96", "snapkv.window": "16"})
+    assert [each.profile.settings.window for each in found] == [96, 16]
+    with pytest.raises(KvcliError, match="no|none"):
+        variants(["freekv"], [], [], {"snapkv.window": "16"})
+
+
+def test_a_setting_of_several_meanings_is_explained():
+    found = variants(["freekv", "quest", "snapkv"], [], [], {})
+    (line,) = of_several_meanings(["window"], found)
+    assert "freekv, quest: most recent tokens" in line
+    assert "snapkv: " in line
+    assert not [*of_several_meanings(["window", "budget"], found[:2])]

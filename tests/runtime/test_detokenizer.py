@@ -1,5 +1,9 @@
+import random
+
 import pytest
 from families import tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 
@@ -58,3 +62,51 @@ def test_the_beginning_of_a_stop_string_is_held_back(tokenizer):
         shown += out.push(token)
         assert not any(shown.endswith("dog ate"[:n]) for n in range(1, 8)), shown
     assert shown + out.finish() == "the dog and"
+
+
+def _byte_level():
+    return tiny_tokenizer()
+
+
+def _sentencepiece():
+    """Make a tokenizer as Llama 2, Mistral and Phi 3 have it: pieces with a mark for spaces, bytes as a fallback."""
+    words = ["▁the", "▁", "of", "▁of", "▁and", "to", "in", "▁in", "s", ".", ",", "▁.", "\n", "▁▁"]
+    specials = ["<unk>", "<s>", "</s>", "<|end|>", "<|user|>"]
+    pieces = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in specials])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def _metaspace():
+    """Make a tokenizer as T5 and XLNet have it: the first piece loses its space."""
+    pieces = ["<unk>", "</s>", "▁the", "▁of", "and", "▁to", "▁", "s", "."]
+    backend = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in pieces[:2]])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [_byte_level, _sentencepiece, _metaspace])
+def test_a_stream_of_any_tokens_is_their_text(make):
+    """Bytes come as whole characters: a byte that is none turns those before it into marks."""
+    tokenizer, generator = make(), random.Random(1)
+    special = [[token] for token in tokenizer.all_special_ids]
+    words = [[id] for token, id in tokenizer.get_vocab().items() if not token.startswith("<0x")]
+    characters = [tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in each.encode()]) for each in "aé你🙂"]
+    kinds = [special, words, words, characters if make is _sentencepiece else words]
+    for _ in range(300):
+        units = [generator.choice(generator.choice(kinds)) for _ in range(generator.randrange(1, 24))]
+        ids = [token for unit in units for token in unit]
+        out = StreamingDetokenizer(tokenizer)
+        text = "".join(out.push(token) for token in ids) + out.finish()
+        assert text == out.text == tokenizer.decode(ids, skip_special_tokens=True), ids
+
+
+def test_a_space_after_a_special_token_is_kept():
+    tokenizer = _sentencepiece()
+    ids = tokenizer.convert_tokens_to_ids(["▁the", "of", "<|end|>", "▁and", "<|end|>", "<|user|>", "▁in"])
+    out = StreamingDetokenizer(tokenizer)
+    assert [out.push(token) for token in ids] == ["the", "of", "", " and", "", "", " in"]

@@ -14,7 +14,7 @@ from kvcli.inputs.encoding import encode
 from kvcli.inputs.profiles import refuse_mismatch
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.disk_tier import DiskTier
-from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint
+from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint, text_fingerprint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.example import Cell
 from kvcli.quality.eval.predictions import Prediction, Predictions, digest
@@ -39,13 +39,15 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     # The text that the chat template adds around a message is part of a prompt's length.
     frame = len(encode(Prompt("frame", "x"), plan.template, checkpoint.tokenizer))
     frame -= suite.count_tokens(checkpoint.tokenizer, "x")
-    cells = suite.Suite(plan, checkpoint.tokenizer, frame, most).cells()
+    cells = suite.Suite(plan, checkpoint.tokenizer, frame, most, observer.notice).cells()
     _check_positions(cells, checkpoint)
     profiles = [variant.profile for variant in plan.variants]
     disk = disk_for(plan.disk, profiles, checkpoint.device, _together(plan, cells))
     _check_fit(plan, cells, checkpoint, disk)
     for variant in plan.variants:
         refuse_mismatch(variant.profile, checkpoint)
+        if variant.profile.notice is not None:
+            observer.notice(f"{variant.label}: {variant.profile.notice}")
     configuration = _configuration(plan, checkpoint)
     with Predictions(plan.predictions, configuration) as predictions:
         done = len(predictions)
@@ -124,6 +126,7 @@ def _configuration(plan: EvaluationPlan, checkpoint: Checkpoint) -> dict[str, An
     return {
         "model": checkpoint.name,
         "model_hash": fingerprint(checkpoint),
+        "tokenizer": text_fingerprint(checkpoint),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "tasks": list(plan.tasks),
         "files": suite.digests(plan.tasks),

@@ -10,6 +10,7 @@
 | `problem`, `answer`, `unique_id` or `subject` | MATH500 |
 | `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME |
 | `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA |
+| `context`, `question`, `answer_prefix`, `task`, `answer` or `answers` | RULER and LongBench as kvpress distributes them |
 | `context`, `question`, `answer` | any other; `metric` may name a scorer, by default the F1 of words |
 
 lm-evaluation-harness has tasks of the same names, but it reads them only from the hub, runs InfiniteBench with its
@@ -33,7 +34,7 @@ import random
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -64,7 +65,11 @@ Text = Annotated[str, AfterValidator(_not_blank)]
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    """Return one answer or a list of them, strings or numbers, as strings; empty for anything else."""
+    """Return one answer or a list of them, strings or numbers, as strings; empty for anything else.
+
+    SQuAD and what derives from it have the list within an object, as `text`.
+    """
+    value = value.get("text") if isinstance(value, dict) else value
     entries = value if isinstance(value, list) else [value]
     if len(entries) == 1 and isinstance(entries[0], list):  # InfiniteBench's math_calc
         entries = entries[0]
@@ -340,6 +345,42 @@ class RulerRow(BenchmarkRow):
         )
 
 
+class KvpressRow(BenchmarkRow):
+    """RULER and LongBench as kvpress distributes them: the context apart from the question, which follows directly."""
+
+    context: Text
+    question: str
+    answer_prefix: str
+    task: Text
+    answer: Annotated[Answers, Field(validation_alias=AliasChoices("answer", "answers"))]
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    all_classes: list[str] | None = None
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        kind = self.task.partition("_")[0]
+        if kind in (*_RULER_MAX_TOKENS, "niah"):
+            metric, length, first = "contains" if kind == "qa" else "recall", _RULER_MAX_TOKENS.get(kind), False
+        else:
+            entry = table_entry("longbench", self.task.removesuffix("_e"))
+            metric, length, first = entry["metric"], entry["max_tokens"], entry.get("first_line", False)
+        return self.task, Example(
+            prompt=self.context + self.question,
+            question=self.question.strip(),
+            references=self.answer,
+            metric=metric,
+            max_tokens=self.max_new_tokens or length or _MAX_TOKENS,
+            choices=tuple(self.all_classes or ()),
+            first_line=first,
+            answer_prefix=self.answer_prefix,
+        )
+
+    @override
+    def examples(self, path: Path, requests: bool = False) -> Iterator[tuple[str, Example]]:
+        task, example = self.example(path)
+        yield task, replace(example, question="", shared=self.context, whole=True) if requests else example
+
+
 class LongBenchRow(BenchmarkRow):
     """LongBench v1: arXiv 2308.14508."""
 
@@ -420,6 +461,7 @@ class PlainRow(BenchmarkRow):
 
 _FORMATS: tuple[type[BenchmarkRow], ...] = (
     RulerRow,
+    KvpressRow,
     LongBenchRow,
     LongBenchV2Row,
     InfiniteBenchRow,
@@ -431,16 +473,20 @@ _FORMATS: tuple[type[BenchmarkRow], ...] = (
 )
 
 
-def read_examples(path: Path, requests: bool = False) -> dict[str, list[Example]]:
+def read_examples(
+    path: Path, requests: bool = False, notice: Callable[[str], None] = lambda _: None
+) -> dict[str, list[Example]]:
     """Read a file; return the examples of each task in it, in order.
 
-    Each query of a row with several is a task of its own, in turns, or as separate `requests`.
+    Each query of a row with several is a task of its own, in turns, or as separate `requests`. A `notice` names the
+    fields that nothing reads of rows that belong to no benchmark.
 
     Raises:
         KvcliError: there is no such file, it is not text, a row is not a JSON object or lacks a field (its number is
             named), the file holds no examples, a task or metric is not known (usage).
     """
     tasks: dict[str, list[Example]] = {}
+    unread: set[str] = set()
     for place, row in read_rows(path):
         nearest = min(_FORMATS, key=lambda each: each.missing(row))  # the first of those that miss nothing
         try:
@@ -453,8 +499,11 @@ def read_examples(path: Path, requests: bool = False) -> dict[str, list[Example]
             raise usage_error(f"{path}: {place}: {problem}", _hint(row)) from None
         for task, example in examples:
             tasks.setdefault(task, []).append(example)
+        unread |= row.keys() - PlainRow.model_fields.keys() if nearest is PlainRow else set()
     if not tasks:
         raise usage_error(f"{path}: holds no examples", "it should have a row for each")
+    if unread:
+        notice(f"{path}: rows of no benchmark that is known here; not used: {', '.join(sorted(unread)[:_SHOWN_FIELDS])}")
     return tasks
 
 
@@ -482,6 +531,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     text = _text(path, "it should have one JSON object a line")
+    if text.lstrip().startswith("["):  # as LongBench v2 is distributed
+        yield from _json_array(path, text)
+        return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -496,10 +548,22 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"line {number}", row
 
 
+def _json_array(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        rows = from_json(text)
+    except ValueError as error:
+        raise usage_error(f"{path}: {bad_json(error)}", "it should be one array of objects, or an object a line") from None
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise usage_error(f"{path}: row {number}: a {type(row).__name__}, not an object", "every row is an object")
+        yield f"row {number}", row
+
+
 def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows, counted without the header; a row of several lines counts as one."""
     hint = "the first row names the columns, every other one has a field for each"
     number = 0
+    csv.field_size_limit(len(text) + 1)  # a field may hold a long document
     try:
         for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
             if None in row or None in row.values():

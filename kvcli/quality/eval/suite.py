@@ -9,7 +9,7 @@ of a benchmark (`formats`); `requests:FILE` asks each of several queries on a co
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -76,6 +76,7 @@ class Suite:
     tokenizer: PreTrainedTokenizerBase
     frame: int = 0
     most: int | None = None
+    notice: Callable[[str], None] = lambda _: None
 
     def cells(self) -> list[Cell]:
         """Return the cells of a run, in order.
@@ -113,9 +114,9 @@ class Suite:
         elif task.partition(":")[0] in FED and ":" in task:
             yield from self._text_cells(task, lengths)
         elif task.startswith(f"{REQUESTS}:"):
-            yield from _file_cells(Path(task.removeprefix(f"{REQUESTS}:")), limit, requests=True)
+            yield from _file_cells(Path(task.removeprefix(f"{REQUESTS}:")), limit, self.notice, requests=True)
         elif "/" in task or task.lower().endswith(SUFFIXES):
-            yield from _file_cells(Path(task), limit)
+            yield from _file_cells(Path(task), limit, self.notice)
         else:
             close = get_close_matches(task, _NAMES, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(_NAMES)}, or name a file"
@@ -219,8 +220,10 @@ def _fed(prompt: str, continuation: str, question: str, raw: bool, metric: str =
     return Example(prompt, question, (), metric, 0, raw=raw, continuation=continuation)
 
 
-def _file_cells(path: Path, limit: int, requests: bool = False) -> Iterator[Cell]:
-    found = read_examples(path, requests)
+def _file_cells(
+    path: Path, limit: int, notice: Callable[[str], None], requests: bool = False
+) -> Iterator[Cell]:
+    found = read_examples(path, requests, notice)
     several = any(example.turns or example.shared for examples in found.values() for example in examples)
     for task, examples in found.items():
         metrics = {example.metric for example in examples}

@@ -246,8 +246,10 @@ class KVLibrary:
 
     @cached_property
     def _fingerprints(self) -> tuple[str, str, str]:
-        checkpoint = self.checkpoint
-        return fingerprint(checkpoint), tokenizer_fingerprint(checkpoint.tokenizer), checkpoint.name
+        checkpoint, name = self.checkpoint, self.checkpoint.spec.name
+        local = name is not None and Path(name).expanduser().exists()
+        place = str(Path(str(name)).expanduser().resolve()) if local else checkpoint.name
+        return fingerprint(checkpoint), tokenizer_fingerprint(checkpoint.tokenizer), place
 
     def _asked(self, prompt: EncodedPrompt) -> PromptRead:
         text = prompt.prompt

@@ -51,6 +51,58 @@ def test_ruler(tmp_path):
     assert one(tmp_path, "qa_1.jsonl", row)[1].metric == "contains"
 
 
+KVPRESS = {"context": "Hay.", "question": " What?", "answer_prefix": "It is", "task": "niah_single_2"}
+
+
+@pytest.mark.parametrize(
+    ("task", "answers", "metric", "tokens"),
+    [
+        ("niah_single_2", {"answer": ["1", "2"]}, "recall", 128),
+        ("vt", {"answer": ["1"], "max_new_tokens": 31}, "recall", 31),
+        ("qa_1", {"answer": ["1"]}, "contains", 32),
+        ("hotpotqa", {"answers": ["1"], "all_classes": None}, "qa_f1", 32),
+    ],
+)
+def test_rows_as_kvpress_has_them(tmp_path, task, answers, metric, tokens):
+    name, example = one(tmp_path, "any.jsonl", KVPRESS | {"task": task} | answers)
+    assert (name, example.metric, example.max_tokens) == (task, metric, tokens)
+    assert (example.prompt, example.question, example.answer_prefix) == ("Hay. What?", "What?", "It is")
+    asked = read_examples(tmp_path / "any.jsonl", requests=True)[task][0]
+    assert (asked.shared, asked.question) == ("Hay.", "")
+
+
+def test_fields_that_nothing_reads_are_named(tmp_path):
+    said = []
+    row = {"context": "a", "question": "b", "answer": "c", "task": "t", "max_new_tokens": 9}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"hint": 1}))
+    read_examples(tmp_path / "own.jsonl", notice=said.append)
+    assert [line.rpartition(": ")[2] for line in said] == ["hint, max_new_tokens, task"]
+    said.clear()
+    (tmp_path / "vt.jsonl").write_text(json.dumps({"index": 0, "input": "Hay.", "outputs": ["1"], "length": 9}))
+    read_examples(tmp_path / "vt.jsonl", notice=said.append)
+    assert not said
+
+
+def test_an_array_of_rows_is_read_like_lines(tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps([V2, V2], indent=1))
+    assert len(read_examples(tmp_path / "data.json")["longbench_v2"]) == 2
+    (tmp_path / "data.json").write_text('[{"a": 1}, 2]')
+    with pytest.raises(KvcliError, match=r"row 1|row 2"):
+        read_examples(tmp_path / "data.json")
+
+
+def test_a_long_field_of_a_table_is_read(tmp_path):
+    with (tmp_path / "own.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["context", "question", "answer"], ["word " * 100_000, "b", "c"]])
+    ((example,),) = read_examples(tmp_path / "own.csv").values()
+    assert len(example.prompt) > 500_000
+
+
+def test_answers_within_an_object_are_read(tmp_path):
+    row = {"context": "a", "question": "b", "answer": {"text": ["c", "d"], "answer_start": [0, 0]}}
+    assert one(tmp_path, "squad.jsonl", row)[1].references == ("c", "d")
+
+
 @pytest.mark.parametrize(
     ("dataset", "metric", "tokens", "raw", "first_line"),
     [
