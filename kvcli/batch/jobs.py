@@ -113,7 +113,9 @@ class Rules:
         """Return the key of the job's result."""
         template = {} if job.problem else {"template": asdict(self.inputs.template), "question": self.inputs.question}
         sampling = digest_of({**asdict(job.sampling), **template})
-        return Key(row=job.digest, profile=self.profile.hash, model=self.model, tokenizer=self.tokenizer, sampling=sampling)
+        return Key(
+            row=job.digest, profile=self.profile.hash, model=self.model, tokenizer=self.tokenizer, sampling=sampling
+        )
 
     @cached_property
     def model(self) -> str:

@@ -437,7 +437,9 @@ class Compared:
     budget: str | None = METHODS(
         None, "--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt."
     )
-    settings: tuple[str, ...] = METHODS((), "--set", "KEY=VALUE", "A setting for all that have it, or METHOD.KEY=VALUE; repeatable.")
+    settings: tuple[str, ...] = METHODS(
+        (), "--set", "KEY=VALUE", "A setting for all that have it, or METHOD.KEY=VALUE; repeatable."
+    )
     kv_dtype: Literal["auto", "int8", "int4"] | None = METHODS(None, *_KV_DTYPE)
     ablate: bool = METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")
 

@@ -10,7 +10,7 @@
 | `problem`, `answer`, `unique_id` or `subject` | MATH500 |
 | `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME |
 | `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA |
-| `context`, `question`, `answer_prefix`, `task`, `answer` or `answers` | RULER and LongBench as kvpress distributes them |
+| `context`, `question`, `answer_prefix`, `task`, `answer` or `answers` | RULER and LongBench in kvpress's form |
 | `context`, `question`, `answer` | any other; `metric` may name a scorer, by default the F1 of words |
 
 lm-evaluation-harness has tasks of the same names, but it reads them only from the hub, runs InfiniteBench with its
@@ -503,7 +503,9 @@ def read_examples(
     if not tasks:
         raise usage_error(f"{path}: holds no examples", "it should have a row for each")
     if unread:
-        notice(f"{path}: rows of no benchmark that is known here; not used: {', '.join(sorted(unread)[:_SHOWN_FIELDS])}")
+        notice(
+            f"{path}: rows of no benchmark that is known here; not used: {', '.join(sorted(unread)[:_SHOWN_FIELDS])}"
+        )
     return tasks
 
 
@@ -552,7 +554,9 @@ def _json_array(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = from_json(text)
     except ValueError as error:
-        raise usage_error(f"{path}: {bad_json(error)}", "it should be one array of objects, or an object a line") from None
+        raise usage_error(
+            f"{path}: {bad_json(error)}", "it should be one array of objects, or an object a line"
+        ) from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise usage_error(f"{path}: row {number}: a {type(row).__name__}, not an object", "every row is an object")

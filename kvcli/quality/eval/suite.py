@@ -220,9 +220,7 @@ def _fed(prompt: str, continuation: str, question: str, raw: bool, metric: str =
     return Example(prompt, question, (), metric, 0, raw=raw, continuation=continuation)
 
 
-def _file_cells(
-    path: Path, limit: int, notice: Callable[[str], None], requests: bool = False
-) -> Iterator[Cell]:
+def _file_cells(path: Path, limit: int, notice: Callable[[str], None], requests: bool = False) -> Iterator[Cell]:
     found = read_examples(path, requests, notice)
     several = any(example.turns or example.shared for examples in found.values() for example in examples)
     for task, examples in found.items():
