@@ -71,10 +71,10 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "smollm2-wide": Plan("smollm2", [4096], [128, 256, 512, 1024], fed=64, stretches=2),
-    "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=64, stretches=2),
-    "smollm2-main": Plan("smollm2", [4096], [256, 512], fed=256, stretches=5, methods=MAIN),
-    "gemma3-wide": Plan("gemma3", [8192], [256, 512, 1024], fed=64, stretches=1),
+    "smollm2-wide": Plan("smollm2", [4096], [512, 256, 1024, 128], fed=128, stretches=1),
+    "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=128, stretches=1),
+    "smollm2-main": Plan("smollm2", [4096], [512, 256], fed=256, stretches=3, methods=MAIN),
+    "gemma3-wide": Plan("gemma3", [8192], [512, 1024, 256], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
 }
 
@@ -144,7 +144,8 @@ def run(name: str, output: Path) -> None:
     """Measure what is missing of a plan, and write the results."""
     plan, model, files = PLANS[name], fetch(PLANS[name].model), texts()
     tasks, methods = ",".join(f"fidelity:{path}" for path in files.values()), methods_of(plan)
-    rows = []
+    plan_told = plan._asdict() | {"methods": methods}
+    rows: list[dict[str, Any]] = []
     for length in plan.lengths:
         for budget in plan.budgets:
             told = CACHE / f"{name}-{length}-{budget}"
@@ -156,8 +157,7 @@ def run(name: str, output: Path) -> None:
             if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
                 sys.exit(code)
             rows += [row | {"budget": budget} for row in rows_of(json.loads(Path(f"{told}.json").read_text()), files)]
-    plan_told = plan._asdict() | {"methods": methods}
-    save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
+            save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
 
 
 def rows_of(found: dict[str, Any], files: dict[str, Path]) -> Iterator[dict[str, Any]]:

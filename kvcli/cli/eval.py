@@ -104,7 +104,7 @@ def evaluate(
         profiles=names(chosen.profile, "--profile"),
         settings=chosen.settings,
     )
-    from kvcli.inputs.variants import of_several_meanings, table_suite
+    from kvcli.inputs.variants import table_suite, where_settings_go
 
     suite = None if asked.suite is None else table_suite(asked.suite)
     max_length, max_tokens = asked.max_length, own.max_tokens
@@ -138,7 +138,7 @@ def evaluate(
         disk=disk,
     )
     with progress(output.quiet, demo=model.model is None) as observer:
-        for line in of_several_meanings([*assignments(chosen.settings)], variants):
+        for line in where_settings_go([*assignments(chosen.settings)], variants):
             observer.notice(line)
         if suite is not None:
             observer.notice(f"{asked.suite}: {suite.table}; it is about {suite.files}")

@@ -98,17 +98,21 @@ def variants(
     return list(found.values())
 
 
-def of_several_meanings(settings: Sequence[str], variants: Sequence[Variant]) -> Iterator[str]:
-    """Say what each of the `settings` is that means one thing for some of the methods and another for others."""
+def where_settings_go(settings: Sequence[str], variants: Sequence[Variant]) -> Iterator[str]:
+    """Say which methods lack one of the `settings`, and what it is for each if it is not the same for all."""
     for key in settings:
         meanings: dict[str, list[str]] = {}
         for variant in variants:
-            if (field := type(variant.profile.settings).model_fields.get(key)) is not None:
-                meaning = (field.description or "").partition(",")[0]
+            field = type(variant.profile.settings).model_fields.get(key.rpartition(".")[2])
+            if "." not in key or key.startswith(f"{variant.name}."):
+                meaning = "" if field is None else (field.description or "").partition(",")[0]
                 meanings.setdefault(meaning, []).append(variant.name)
-        if len(meanings) > 1:
-            each = (f"{', '.join(dict.fromkeys(names))}: {meaning}" for meaning, names in meanings.items())
+        lacking, has = meanings.pop("", []), list(meanings.items())
+        if len(has) > 1:
+            each = (f"{', '.join(dict.fromkeys(names))}: {meaning}" for meaning, names in has)
             yield f"{key} is for {'; for '.join(each)}. --set METHOD.{key}=VALUE sets that of one method"
+        if lacking:
+            yield f"{', '.join(dict.fromkeys(lacking))}: no setting {key}, which goes to the others"
 
 
 class _Named(NamedTuple):

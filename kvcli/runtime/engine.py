@@ -267,7 +267,10 @@ class Engine:
     def _head_scores(self) -> HeadScores:
         if self.model.module not in _HEAD_SCORES:
             repeated = RepeatedTokens.of(self.model)
-            self.notice(f"no file of retrieval heads: looking for them on {len(repeated.ids):,} random tokens")
+            self.notice(
+                f"no file of retrieval heads: looking for them on {len(repeated.ids):,} random tokens, which may take "
+                "minutes; kvcli calibrate heads -o FILE.toml keeps them"
+            )
             self.rope.cover(len(repeated.ids))
             self.rope.use([len(repeated.ids)])
             _HEAD_SCORES[self.model.module] = head_scores(self.model, self.hook, repeated)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcli.errors import KvcliError
-from kvcli.inputs.variants import ablated, of_several_meanings, paper_names, read_paper, variants
+from kvcli.inputs.variants import ablated, paper_names, read_paper, variants, where_settings_go
 from kvcli.methods import get_method, method_names
 from kvcli.sizes import Share
 
@@ -63,9 +63,11 @@ def test_a_setting_goes_to_one_method_by_its_name():
         variants(["freekv"], [], [], {"snapkv.window": "16"})
 
 
-def test_a_setting_of_several_meanings_is_explained():
+def test_a_setting_where_settings_go_is_explained():
     found = variants(["freekv", "quest", "snapkv"], [], [], {})
-    (line,) = of_several_meanings(["window"], found)
+    (line,) = where_settings_go(["window"], found)
     assert "freekv, quest: most recent tokens" in line
     assert "snapkv: " in line
-    assert not [*of_several_meanings(["window", "budget"], found[:2])]
+    assert not [*where_settings_go(["window", "budget"], found[:2])]
+    (line,) = where_settings_go(["tau"], found)
+    assert line == "quest, snapkv: no setting tau, which goes to the others"
