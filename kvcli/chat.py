@@ -196,7 +196,7 @@ class Dialogue:
         self._check(profile, tokens)
         notices += profile_notices(profile, checkpoint, tokens)
         beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
-        if beyond is not None and not self._warned:
+        if beyond is not None and not self._warned and not memory.reads_by_windows(profile, checkpoint):
             notices.append(f"{beyond}: the text may be poor")
             self._warned = True
         for notice in notices:

@@ -68,8 +68,7 @@ def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: O
     """
     if not request.kv.any:
         return None
-    method = memory.planned_method(request.profile, checkpoint.geometry, 1, checkpoint.dtype)
-    if method.prefill_window is not None:
+    if memory.reads_by_windows(request.profile, checkpoint):
         what = f"method {request.profile.method!r} reads prompts by windows: KV of its own is neither saved nor loaded"
         raise usage_error(what, "take a method that reads exactly, or leave --kv, --save-kv and --kv-cache out")
     sources = [prompt.source for prompt in request.prompts]
@@ -135,7 +134,7 @@ def check(
     for notice in [*checkpoint.notices(), *profile_notices(request.profile, checkpoint, shortest)]:
         observer.notice(notice)
     beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
-    if beyond is not None:
+    if beyond is not None and not memory.reads_by_windows(request.profile, checkpoint):
         observer.notice(f"{beyond}: the text may be poor")
 
 

@@ -177,8 +177,8 @@ class Limits:
         self.profile, self.checkpoint, self.disk = profile, checkpoint, disk
         self.free = memory.available(checkpoint.place)
         self._held: dict[tuple[int, int], int] = {}  # most tokens known to fit, by max_tokens and samples
-        by_windows = memory.planned_method(profile, checkpoint.geometry, 1, checkpoint.dtype).prefill_window
-        self.positions = checkpoint.geometry.max_positions if by_windows is None else None
+        by_windows = memory.reads_by_windows(profile, checkpoint)
+        self.positions = None if by_windows else checkpoint.geometry.max_positions
 
     def check(self, job: Job) -> None:
         """Refuse a job that cannot be run even alone.

@@ -103,6 +103,11 @@ def planned_method(
     return get_method(profile.method)(profile.settings, geometry.layers, context)
 
 
+def reads_by_windows(profile: Profile, checkpoint: Checkpoint) -> bool:
+    """Tell whether a method reads prompts window by window, at positions that a longer prompt does not exceed."""
+    return planned_method(profile, checkpoint.geometry, 1, checkpoint.dtype).prefill_window is not None
+
+
 def need(
     profile: Profile,
     geometry: ModelGeometry,

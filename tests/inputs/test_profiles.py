@@ -60,10 +60,6 @@ def test_the_papers_values():
     assert [getattr(long_input.settings, key) for key in values] == [2048, 32, 128, 128, 0.8]
 
 
-def test_nothing_named_means_freekv():
-    assert resolve_profile() == resolve_profile(method="freekv") == resolve_profile(profile="freekv")
-
-
 def test_overrides_lie_on_top_and_are_read_as_toml():
     overrides = {"budget": "4K", "tau": "0.75", "pooling": "max_s", "score_scale": "false", "sink": 96}
     settings = resolve_profile(overrides=overrides).settings
