@@ -53,7 +53,7 @@ class CAKE(SnapKV):
 
     Config = CAKEConfig
     config: CAKEConfig
-    title = "what one cut kept; more in layers whose attention spreads and shifts"
+    title = "prompt tokens evicted once; layers with spread, shifting attention keep more"
     paper = "arXiv 2503.12491"
     group_consistent = True
     planned_is_bound = True
