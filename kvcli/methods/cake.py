@@ -53,7 +53,7 @@ class CAKE(SnapKV):
 
     Config = CAKEConfig
     config: CAKEConfig
-    title = "prompt tokens evicted once; layers with spread, shifting attention keep more"
+    title = "prompt tokens by attention, evicted once; more where it spreads and shifts"
     paper = "arXiv 2503.12491"
     group_consistent = True
     planned_is_bound = True
