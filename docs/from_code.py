@@ -32,9 +32,7 @@ from kvcli.methods.card import Card, read_card
 
 ROOT = Path(__file__).parents[1]
 NAME = "kvcli"
-RESULTS = ROOT / "benchmarks" / "results"
-SPEED, PREDICTIONS = RESULTS / "cpu_decode.json", RESULTS / "gpu_predictions.json"
-PREDICTED_AT = 131_072  # tokens
+SPEED = ROOT / "benchmarks" / "results" / "cpu_decode.json"
 
 
 def main() -> None:
@@ -76,15 +74,10 @@ def _filled(text: str, name: str, part: str) -> str:
 
 
 def short_table(cards: dict[str, Card]) -> str:
-    """The methods as the README lists them: what a step attends to, where KV lies, what runs it on a GPU, how long."""
-    rows = json.loads(PREDICTIONS.read_text())["rows"]
-    steps = {row["method"]: row["step_ms"] for row in rows if row["context"] == PREDICTED_AT}
-    heads = ("method", "what a step attends to", "KV", "GPU step", "predicted, ms")
+    """The methods as the README lists them: what a step attends to, and where all KV lies."""
+    heads = ("method", "what a step attends to", "all KV on")
     lines = [_row(heads), _row(["---"] * len(heads))]
-    for name, card in cards.items():
-        place, step = "host" if card.offloads else "device", steps.get(name)
-        predicted = "" if step is None else f"{step:.1f}"
-        lines.append(_row((f"`{name}`", card.title, place, card.gpu_step, predicted)))
+    lines += [_row((f"`{name}`", card.title, "host" if card.offloads else "device")) for name, card in cards.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -139,7 +132,7 @@ def speed_table() -> str:
     """How many times faster a decode step is than transformers', from the results of benchmarks/cpu_decode.py."""
     columns = {
         "`full`": "full_speedup",
-        "`freekv`, queries turn": "turning_speedup",
+        "`freekv`, queries change": "turning_speedup",
         "`freekv`, queries steady": "steady_speedup",
     }
     lines = [_row(("context", *map(str.strip, columns))), _row(["---"] * (len(columns) + 1))]

@@ -21,10 +21,18 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_readme_stays_short():
-    """But for the table of methods, which has a line for each."""
-    before, _, rest = README.partition("<!-- methods -->")
-    _, _, behind = rest.partition("<!-- end of methods -->")
-    assert len((before + behind).encode()) <= 7300
+    assert len(README.encode()) <= 9216
+
+
+def test_needs_come_before_the_list_of_methods():
+    assert README.index("| need | method |") < README.index("<!-- methods -->")
+
+
+def test_every_command_under_use_has_a_comment():
+    _, _, use = README.partition("\n## Use\n")
+    (block,) = re.findall(r"```sh\n(.*?)```", use, re.DOTALL)
+    lines = block.splitlines()
+    assert [line for above, line in zip(["", *lines], lines, strict=False) if "#" not in line + above[:1]] == []
 
 
 def test_the_two_commands_stand_as_continuous_integration_runs_them():

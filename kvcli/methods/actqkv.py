@@ -148,7 +148,7 @@ class ActQKV(InfLLM):
     """Searches with an activation-aware probe, by cosine; a layer gets as many blocks as its entropy deserves."""
 
     Config = ActQKVConfig
-    title = "blocks that a window's unusual queries find; more where layers need more"
+    title = "blocks retrieved by each window's unusual queries; layers share the budget"
     paper = "arXiv 2502.13542"
     long_generation = True
     offloads = True

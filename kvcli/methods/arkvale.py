@@ -39,7 +39,7 @@ class ArkVale(Method[ArkValeConfig, OffloadedPageCache]):
     """Recalls the best pages before it attends, and evicts the worst."""
 
     Config = ArkValeConfig
-    title = "pages by a cuboid about their keys, recalled before attention"
+    title = "pages scored by a cuboid around their keys, recalled before attention"
     paper = "NeurIPS 2024"
     long_generation = True
     offloads = True

@@ -53,7 +53,7 @@ class CAKE(SnapKV):
 
     Config = CAKEConfig
     config: CAKEConfig
-    title = "what one cut kept; more in layers whose attention spreads and shifts"
+    title = "prompt tokens by attention, evicted once; more where it spreads and shifts"
     paper = "arXiv 2503.12491"
     group_consistent = True
     planned_is_bound = True

@@ -51,7 +51,7 @@ class DuoAttention(Method[DuoAttentionConfig, HeadSplitCache]):
     """Keeps everything in some heads, sinks and window in the others."""
 
     Config = DuoAttentionConfig
-    title = "everything in heads whose gate is open; sinks and window in others"
+    title = "everything in retrieval heads (by gates); sinks and window in the others"
     paper = "arXiv 2410.10819"
     long_generation = True
     offloads = False

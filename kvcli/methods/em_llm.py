@@ -359,7 +359,7 @@ class EMLLM(Method[EMLLMConfig, EventCache]):
     """Finds events by surprise, refines them by their keys' graph, recalls similar ones and their neighbours."""
 
     Config = EMLLMConfig
-    title = "events bounded by surprise, similar ones and neighbours, in prefill too"
+    title = "events (split at surprising tokens) and their neighbours; in prefill too"
     paper = "arXiv 2407.09450"
     long_generation = True
     offloads = True

@@ -104,7 +104,7 @@ class ExpectedAttention(DocumentCut[ExpectedAttentionConfig]):
     """Keeps the prompt tokens that future queries are expected to attend to."""
 
     Config = ExpectedAttentionConfig
-    title = "what one cut by the attention expected of later queries kept"
+    title = "prompt tokens that later queries are expected to attend to; evicted once"
     paper = "arXiv 2510.00636"
     long_generation = False
     offloads = False

@@ -46,7 +46,7 @@ class FreeKV(Method[FreeKVConfig, OffloadedPageCache]):
     """Reuses the last step's selection where the query allows, and recalls only missing pages."""
 
     Config = FreeKVConfig
-    title = "pages that the step before chose, corrected where the query turned"
+    title = "pages selected by the last step's query; heads whose query changed reselect"
     paper = "arXiv 2505.13109"
     long_generation = True
     offloads = True

@@ -31,7 +31,7 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
     """Selects a layer's pages with the query of the previous layer."""
 
     Config = FreeKVLayerConfig
-    title = "pages that the query of the layer before chose"
+    title = "pages selected by the query of the previous layer"
     paper = "arXiv 2505.13109"
     long_generation = True
     offloads = True

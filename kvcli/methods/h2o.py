@@ -35,7 +35,7 @@ class H2O(Method[H2OConfig, EvictingCache]):
     """Keeps the tokens that received most attention so far, and the most recent ones."""
 
     Config = H2OConfig
-    title = "heavy hitters by all attention so far, and recent tokens"
+    title = "tokens with the most attention so far and recent ones; evicts at every step"
     paper = "arXiv 2306.14048"
     long_generation = True
     offloads = False

@@ -107,7 +107,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
     """Chooses and fetches a layer ahead."""
 
     Config = InfiniGenConfig
-    title = "single tokens chosen a layer ahead by a few skewed columns"
+    title = "single tokens selected one layer ahead by a few columns of the keys"
     paper = "arXiv 2406.19707"
     long_generation = True
     offloads = True

@@ -63,7 +63,7 @@ class InfLLM(Method[InfLLMConfig, BlockCache]):
     """Searches with a window's mean query, by inner product with block keys, for a fixed number of blocks."""
 
     Config = InfLLMConfig
-    title = "blocks found by their most attended tokens, in prefill too"
+    title = "blocks retrieved by their representative tokens; in prefill too"
     paper = "arXiv 2402.04617"
     long_generation = True
     offloads = True

@@ -53,7 +53,7 @@ class KVzip(DocumentCut[KVzipConfig]):
     """Keeps the document tokens that the model needs to repeat it."""
 
     Config = KVzipConfig
-    title = "what one cut by the attention of repeating the text kept"
+    title = "prompt tokens attended to when the model repeats the text; evicted once"
     paper = "arXiv 2505.23416"
     long_generation = False
     offloads = False

@@ -32,7 +32,7 @@ class LMInfinite(InfLLM):
     """Selects the newest blocks, whatever the query."""
 
     Config = LMInfiniteConfig
-    title = "sinks and the newest tokens, at no distance beyond a ceiling, in prefill too"
+    title = "sinks and the newest tokens, with distances capped; in prefill too"
     paper = "arXiv 2308.16137"
     long_generation = True
     offloads = True

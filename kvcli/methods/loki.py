@@ -43,7 +43,7 @@ class Loki(Method[LokiConfig, PrincipalAxesCache]):
     """Scores by a few dimensions, attends with all."""
 
     Config = LokiConfig
-    title = "single tokens by the leading principal axes of the keys"
+    title = "single tokens scored by the leading principal axes of the keys"
     paper = "arXiv 2406.02542"
     long_generation = True
     offloads = False

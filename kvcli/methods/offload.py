@@ -150,7 +150,7 @@ class Offload(Method[OffloadConfig, TokenMajorCache]):
     """Attends to everything in every layer, with two layers on the device at a time."""
 
     Config = OffloadConfig
-    title = "everything, brought layer by layer, one ahead"
+    title = "everything, fetched from host memory one layer ahead"
     paper = "transformers"
     long_generation = True
     offloads = True

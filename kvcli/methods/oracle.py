@@ -33,7 +33,7 @@ class Oracle(Method[OracleConfig, ChannelScoredCache]):
     """Selects by exact scores at every step."""
 
     Config = OracleConfig
-    title = "the tokens of the largest attention weights: a ceiling to measure by"
+    title = "tokens with the largest attention weights: the upper bound for selection"
     paper = "no paper"
     long_generation = True
     offloads = False

@@ -36,7 +36,7 @@ class PyramidKV(SnapKV):
 
     Config = PyramidKVConfig
     config: PyramidKVConfig
-    title = "what one cut kept, as in snapkv; budgets fall from layer to layer"
+    title = "as snapkv, but lower layers keep more tokens than higher ones"
     paper = "arXiv 2406.02069"
     budget_is_mean = True
 

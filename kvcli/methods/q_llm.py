@@ -54,7 +54,7 @@ class QLLM(InfLLM):
     """Searches with the mean queries of window and question, by inner products with block keys; keeps the question."""
 
     Config = QLLMConfig
-    title = "the question, and blocks that it and the window ask for, in prefill too"
+    title = "the question, and blocks retrieved by it and the window; in prefill too"
     paper = "arXiv 2406.07528"
     long_generation = True
     offloads = True

@@ -40,7 +40,7 @@ class Quest(Method[QuestConfig, ResidentPageCache]):
     """Selects pages anew at every step; saves memory traffic, not memory."""
 
     Config = QuestConfig
-    title = "pages by bounds on their keys"
+    title = "pages scored by bounds on their keys"
     paper = "arXiv 2406.10774"
     long_generation = True
     offloads = False

@@ -204,7 +204,7 @@ class RaaS(Method[RaaSConfig, TimestampedPageCache]):
     """Attends to all pages held, and stamps those that were used."""
 
     Config = RaaSConfig
-    title = "the prompt, and generated pages that queries still come back to"
+    title = "the prompt, and the generated pages that queries used most recently"
     paper = "arXiv 2502.11147"
     long_generation = True
     offloads = False

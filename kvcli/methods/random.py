@@ -46,7 +46,7 @@ class Random(Method[RandomConfig, DrawnTokenCache]):
     """Selects random tokens at every step."""
 
     Config = RandomConfig
-    title = "tokens by chance: a floor to measure by"
+    title = "random tokens: the baseline for selection"
     paper = "no paper"
     long_generation = True
     offloads = False

@@ -65,7 +65,7 @@ class Razor(Method[RazorConfig, HeadSplitCache]):
     """Keeps everything in retrieval heads; sinks, window and a mean token in the others."""
 
     Config = RazorConfig
-    title = "everything in retrieval heads; sinks, window and a mean token in others"
+    title = "everything in retrieval heads; sinks, window and a mean token in the others"
     paper = "arXiv 2407.15891"
     long_generation = True
     offloads = False

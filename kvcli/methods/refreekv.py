@@ -85,7 +85,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     """Drops what the last row does not attend to; the prompt decides how much."""
 
     Config = ReFreeKVConfig
-    title = "what one cut by a universal threshold kept, instead of a budget"
+    title = "sinks and newest prompt tokens up to a threshold; evicted once, no budget"
     paper = "arXiv 2502.16886"
     long_generation = False
     offloads = False

@@ -51,7 +51,7 @@ class SnapKV(PromptCut[SnapKVConfig]):
     """Keeps the prompt tokens that its end attends to."""
 
     Config = SnapKVConfig
-    title = "what one cut by the votes of the prompt's last queries kept"
+    title = "prompt tokens that its last queries attend to most; evicted once"
     paper = "arXiv 2404.14469"
     long_generation = False
     offloads = False

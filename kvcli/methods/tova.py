@@ -30,7 +30,7 @@ class TOVA(Method[TOVAConfig, EvictingCache]):
     """Keeps what the newest query still attends to."""
 
     Config = TOVAConfig
-    title = "tokens left after each step evicted the one it looked at least"
+    title = "tokens left after each step evicts the one with the least attention"
     paper = "arXiv 2401.06104"
     long_generation = True
     offloads = False

@@ -41,7 +41,7 @@ def test_the_list_waits_for_no_torch():
 def test_markdown_is_the_list_alone(warm):
     lines = warm("methods", "--markdown").stdout.splitlines()
     assert [line.split("`")[1] for line in lines if line.startswith("| `")] == method_names()
-    assert "| `quest` | pages by bounds on their keys | yes | no | pooled | graph | O(L) |" in "\n".join(lines)
+    assert "| `quest` | pages scored by bounds on their keys | yes | no | pooled | graph | O(L) |" in "\n".join(lines)
     assert "[2406.10774](https://arxiv.org/abs/2406.10774)" in "\n".join(lines)
     assert_refused(warm("methods", "--markdown", "--json"), 2, "not --json")
     assert_refused(warm("methods", "freekv", "--markdown"), 2, "freekv")

@@ -154,7 +154,7 @@ class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
     """Selects single tokens anew at every step."""
 
     Config = FIERConfig
-    title = "single tokens by one-bit keys"
+    title = "single tokens scored by one-bit keys"
     paper = "arXiv 2508.08256"
     long_generation = True
     offloads = False

@@ -55,7 +55,7 @@ class MagicPIG(Method[MagicPIGConfig, SampledTokenCache]):
     """Samples tokens anew at every step, and weighs each by its chance."""
 
     Config = MagicPIGConfig
-    title = "tokens that hashing samples, each weighed by its chance"
+    title = "tokens sampled by hashing, weighted by their inverse probability"
     paper = "arXiv 2410.16179"
     long_generation = True
     offloads = True

@@ -51,7 +51,7 @@ class ParisKV(Method[ParisKVConfig, Cache]):
     """Selects tokens anew at every step, in two stages."""
 
     Config = ParisKVConfig
-    title = "single tokens by votes of sign patterns, then by four-bit keys"
+    title = "single tokens: candidates by votes of sign patterns, ranked by 4-bit keys"
     paper = "arXiv 2602.07721"
     long_generation = True
     offloads = True

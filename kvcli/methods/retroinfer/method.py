@@ -78,7 +78,7 @@ class RetroInfer(Method[RetroInferConfig, ClusteredTokenCache]):
     """Reads the best clusters and estimates the next ones."""
 
     Config = RetroInferConfig
-    title = "clusters of tokens by their mean key; the next ones are estimated"
+    title = "clusters retrieved by their mean key; the next best are estimated"
     paper = "arXiv 2505.02922"
     long_generation = True
     offloads = True

@@ -87,7 +87,7 @@ class ShadowKV(Method[ShadowKVConfig, ShadowCache]):
     """Selects chunks by their mean key; only values cross the bus."""
 
     Config = ShadowKVConfig
-    title = "chunks by their mean key; keys rebuilt from a low rank, values recalled"
+    title = "chunks scored by their mean key; low-rank keys rebuilt, values fetched"
     paper = "arXiv 2410.21465"
     long_generation = False
     offloads = True

@@ -57,7 +57,7 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
     """Selects one set of tokens for all heads by their vote, and keeps it while queries stay similar."""
 
     Config = TokenSelectConfig
-    title = "single tokens by a vote of all heads, kept while the query stays"
+    title = "single tokens by a vote of all heads; reselected when the query changes"
     paper = "arXiv 2411.02886"
     long_generation = True
     offloads = False

@@ -38,7 +38,7 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
     """Selects pages, then keeps the tokens that hold a part of the attention."""
 
     Config = TwilightConfig
-    title = "the fewest tokens of selected pages that hold a part of the attention"
+    title = "within selected pages, the fewest tokens that hold a share p of attention"
     paper = "arXiv 2502.02770"
     long_generation = True
     offloads = False
