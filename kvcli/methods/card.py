@@ -43,6 +43,23 @@ LEGEND = {
 """Column heads of the table of capabilities, and their meaning; all with default settings."""
 
 
+NEEDS = {
+    "A document larger than device memory, short answers": "`freekv` with `--profile freekv-long-input`",
+    "A short question, a long chain of thought": "`freekv`; `raas`",
+    "The same on a slow bus between host and device": "`shadowkv`: only values are moved, keys are rebuilt",
+    "Attention spread over many tokens, KV in host memory": "`retroinfer` estimates unread tokens, `magicpig` samples",
+    "KV fits the device, a step should read less of it": "`quest`, `twilight` by pages; `fier`, `loki`, `tokenselect` "
+    "by tokens",
+    "A prompt longer than the model was trained for": "`infllm`, `actqkv`, `q_llm`, `em_llm`: the prompt is read "
+    "window by window",
+    "The smallest memory": "`kvzip`, `expected_attention`; for one question `snapkv`, `pyramidkv`, `cake`; without a "
+    "budget `refreekv`",
+    "A stream of which only the end matters": "`streaming`",
+    "The exact reference": "`full`; `offload` where KV does not fit the device",
+}
+"""What somebody may need, with the methods that serve it; names as in Markdown."""
+
+
 @dataclass(frozen=True)
 class Card:
     """The class attributes of the same names (see `Method`), with the method's default settings.

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,17 @@ def test_the_list_names_every_method_and_profile(warm):
     assert result.stderr == ""
     for name in [*method_names(), *profile_names()]:
         assert name in result.stdout
+
+
+def test_the_list_begins_with_what_is_needed_and_names_methods_and_profiles_that_there_are(warm):
+    from kvcli.methods.card import NEEDS
+
+    lines = warm("methods", COLUMNS="200").stdout.splitlines()
+    for line, (need, served_by) in zip(lines, NEEDS.items(), strict=False):
+        assert " ".join(line.split()) == f"{need} {served_by}".replace("`", "")
+        for name in re.findall("`([^`]+)`", served_by):
+            assert name.removeprefix("--profile ") in {*method_names(), *profile_names()}
+    assert "kvcli methods NAME" in lines[-1]
 
 
 @pytest.mark.parametrize("columns", [80, 100])
