@@ -237,7 +237,10 @@ class MethodList:
         for need, served_by in NEEDS.items():
             needs.add_row(need, served_by.replace("`", ""))
         yield from (needs, Text())
-        rows = [(name, *card.capabilities, card.paper.removeprefix("arXiv ")) for name, card in self.cards.items()]
+        rows = []
+        for name, card in self.cards.items():
+            *can, memory = card.capabilities
+            rows.append((name, *can, memory.replace(" ", ""), card.paper.removeprefix("arXiv ")))
         widths = [max(map(len, cells)) for cells in zip(*_METHOD_HEADS, *rows, strict=True)]
         # A narrow gap where that makes one list of two.
         gap, parts = next(

@@ -36,7 +36,7 @@ def test_the_list_says_what_each_can_do_within_the_terminal(warm, columns):
     assert max(map(len, lines)) <= columns
     (row,) = [number for number, line in enumerate(lines) if line.startswith("shadowkv ")]
     gpu_step = read_card("shadowkv").gpu_step
-    assert " ".join(lines[row].split()) == f"shadowkv no yes yes {gpu_step} O(B + L·r/w + L/p + g) 2410.21465"
+    assert " ".join(lines[row].split()) == f"shadowkv no yes yes {gpu_step} O(B+L·r/w+L/p+g) 2410.21465"
     assert lines[row + 1] == f"  {get_method('shadowkv').title}"
     assert lines[row + 2] == "  profiles shadowkv, shadowkv-plus"
 
