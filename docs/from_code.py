@@ -3,8 +3,8 @@
 python docs/from_code.py
 
 The command-line reference (docs/reference.md), the man page (docs/kvcli.1), the keyword arguments in docs/python.md,
-the page of methods (docs/methods.md) and the README's table of methods come from the options, commands, methods and
-profiles, and from nowhere else. A test compares the files with what this program would write.
+the page of methods (docs/methods.md) and the README's tables of methods and of needs come from the options, commands,
+methods and profiles, and from nowhere else. A test compares the files with what this program would write.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcli.cli.app import app
 from kvcli.cli.methods import describe, markdown_table
 from kvcli.inputs.options import GENERATION, ModelOptions, Option, Some
 from kvcli.methods import home_of, own_method_names
-from kvcli.methods.card import Card, read_card
+from kvcli.methods.card import NEEDS, Card, read_card
 
 ROOT = Path(__file__).parents[1]
 NAME = "kvcli"
@@ -47,10 +47,11 @@ def generated() -> dict[Path, str]:
     cards = {name: read_card(name) for name in own_method_names()}
     readme, methods, results = ROOT / "README.md", ROOT / "docs" / "methods.md", ROOT / "docs" / "results.md"
     speed, python = speed_table(), ROOT / "docs" / "python.md"
+    shown = _filled(readme.read_text(), "methods", short_table(cards))
     loading = _filled(python.read_text(), "load", keyword_table({ModelOptions: ""}))
     return {
         python: _filled(loading, "generate", keyword_table(GENERATION)),
-        readme: _filled(_filled(readme.read_text(), "methods", short_table(cards)), "speed", speed),
+        readme: _filled(_filled(shown, "needs", needs_table()), "speed", speed),
         methods: _filled(methods.read_text(), "methods", methods_page(cards)),
         results: _filled(results.read_text(), "speed", speed),
         ROOT / "docs" / "reference.md": reference(commands),
@@ -79,6 +80,11 @@ def short_table(cards: dict[str, Card]) -> str:
     lines = [_row(heads), _row(["---"] * len(heads))]
     lines += [_row((f"`{name}`", card.title, "host" if card.offloads else "device")) for name, card in cards.items()]
     return "\n".join(lines) + "\n"
+
+
+def needs_table() -> str:
+    """What somebody may need, and the methods that serve it."""
+    return "\n".join(_table(("need", "method"), [*NEEDS.items()])) + "\n"
 
 
 def methods_page(cards: dict[str, Card]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcli.capacity import memory, pipelines, unnamed
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question, refuse_unembedded
+from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question, plain_text_notice, refuse_unembedded
 from kvcli.inputs.options import KVOptions, Template
 from kvcli.inputs.profiles import Profile, profile_notices, reference_profile
 from kvcli.inputs.prompts import Prompt
@@ -75,7 +75,7 @@ class Dialogue:
         Raises:
             KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
         """
-        for notice in self.checkpoint.notices():
+        for notice in filter(None, [*self.checkpoint.notices(), plain_text_notice(self.checkpoint, self.template)]):
             self.observer.notice(notice)
         method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
         if saved is not None and (method.prefill_window is not None or method.observes):

@@ -10,7 +10,7 @@ from kvcli.capacity import memory, pipelines, unnamed
 from kvcli.capacity.ahead import prepare_host_memory
 from kvcli.capacity.disk import disk_tier
 from kvcli.errors import usage_error
-from kvcli.inputs.encoding import EncodedPrompt, by_document, in_common
+from kvcli.inputs.encoding import EncodedPrompt, by_document, in_common, plain_text_notice
 from kvcli.inputs.options import (
     GENERATION,
     DiskOptions,
@@ -131,7 +131,13 @@ def check(
     """
     _check_memory(request, checkpoint, prompts, loaded, disk)
     shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
-    for notice in [*checkpoint.notices(), *profile_notices(request.profile, checkpoint, shortest)]:
+    asked = any(prompt.prompt is not None and prompt.prompt.is_asked for prompt in prompts)
+    plain = plain_text_notice(checkpoint, request.template) if asked else None
+    for notice in [
+        *checkpoint.notices(),
+        *filter(None, [plain]),
+        *profile_notices(request.profile, checkpoint, shortest),
+    ]:
         observer.notice(notice)
     beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
     if beyond is not None and not memory.reads_by_windows(request.profile, checkpoint):

@@ -79,7 +79,7 @@ def test_a_method_of_another_package_is_added_by_the_guide_alone(guide, warm):
     budget = ("--budget", "256", "--set", "sink=32", "--set", "window=32", "--json", "--max-tokens", "4")
     (sequence,) = json.loads(run("generate", "document.txt", "--method", "centre", *budget))["sequences"]
     assert sequence["cache"]["pages_requested"] > 0
-    suite = ("-n", "0", "-p", "no:cacheprovider", "--pyargs", "kvcli.conformance")
+    suite = ("-n", "0", "-p", "no:cacheprovider", "--strict-markers", "--pyargs", "kvcli.conformance")
     assert "passed" in run(*suite, "-k", "centre and llama and not one_kv_head", program="suite.py")
 
 

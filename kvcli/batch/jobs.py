@@ -41,6 +41,8 @@ class Job:
     document: int = 0
     tokens: int = 0
     prefixes: tuple[int, ...] = ()
+    asked: bool = False
+    """Whether there is a question on a document."""
 
     @property
     def capacity(self) -> int:
@@ -97,7 +99,8 @@ def _job(inputs: Inputs, line: Line, data: bytes) -> Job:
         return Job(line, problem.custom_id, problem.digest, inputs.sampling, problem)
     text = row.prompt.text
     document = int(digest_of(text[:_BEGINNING]), 16)
-    return Job(line, row.custom_id, row.digest, row.sampling, size=len(text), document=document)
+    asked = bool(row.prompt.question)
+    return Job(line, row.custom_id, row.digest, row.sampling, size=len(text), document=document, asked=asked)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from kvcli.batch.source import RowSource
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally, state_file, state_keeper
 from kvcli.capacity.disk import disk_for
+from kvcli.inputs.encoding import plain_text_notice
 from kvcli.inputs.options import DiskOptions, KVOptions, Sampling, Template
 from kvcli.inputs.profiles import Profile, profile_notices
 from kvcli.models.loading import ModelSpec, open_checkpoint
@@ -196,7 +197,9 @@ class _Run:
         if request.profile.unnamed:
             observer.notice(f"no --method: {request.profile.method} with profile {request.profile.name} for all rows")
         shortest = min(job.tokens for job in jobs)
-        for notice in [*checkpoint.notices(), *profile_notices(request.profile, checkpoint, shortest)]:
+        plain = plain_text_notice(checkpoint, request.template) if any(job.asked for job in jobs) else None
+        own = profile_notices(request.profile, checkpoint, shortest)
+        for notice in [*checkpoint.notices(), *filter(None, [plain]), *own]:
             observer.notice(notice)
         library = open_library(GenerationRequest(request.profile, (), kv=request.kv), checkpoint, observer)
         observer.stage("load")

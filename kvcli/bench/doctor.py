@@ -20,19 +20,21 @@ from pathlib import Path
 import psutil
 import torch
 from packaging.requirements import Requirement
+from transformers import PreTrainedConfig
 
-from kvcli.capacity import cgroup
+from kvcli.capacity import cgroup, memory
 from kvcli.capacity.roofline import measure_rates, rate_rows
+from kvcli.capacity.smaller import in_words, smaller_forms, that_fit
 from kvcli.compat import onednn_suits
 from kvcli.errors import KvcliError
-from kvcli.inputs.profiles import resolve_profile
+from kvcli.inputs.profiles import reference_profile, resolve_profile
 from kvcli.kernels._numba import compiling, kept_in
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, gated_with, packed_linear, products_with
 from kvcli.kernels.page_scores import page_summary, page_summary_ref
 from kvcli.kv.recurrent import PAGE, STATE_PAGES
 from kvcli.methods import get_method, own_method_names
 from kvcli.models.checkpoint import check_config, check_files
-from kvcli.models.devices import resolve_device
+from kvcli.models.devices import Placement, placed, resolve_device, resolve_devices
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import ModelSpec, describe, form_in, locate, read_config, resolve_dtype
 from kvcli.models.place import bundled_model
@@ -43,6 +45,7 @@ from kvcli.telemetry.report import processor
 
 _ROOM = 20 << 30  # bytes of disk: the weights of an 8B model in 16 bits, and some more
 _WARM_TOKENS = 4096  # beyond every method's budget
+_PROMPT = 4096  # tokens, with which a model has to fit into memory
 _PINNED = 64 << 20  # bytes that the check of pinned memory pins
 
 
@@ -112,6 +115,11 @@ def warm(observer: Observer) -> Check:
 def usable(checks: list[Check]) -> bool:
     """Tell whether everything necessary works."""
     return all(check.state is not CheckState.BROKEN for check in checks)
+
+
+def lacks_memory(checks: list[Check]) -> bool:
+    """Tell whether memory is all that a model lacks here."""
+    return [check.name for check in checks if check.state is CheckState.BROKEN] == ["memory"]
 
 
 Finding = tuple[CheckState, str] | tuple[CheckState, str, str]
@@ -314,7 +322,9 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
     except KvcliError as error:
         yield Check("model", CheckState.BROKEN, error.what, error.hint)
         return
-    yield Check("model", CheckState.OK, f"{config.model_type}, {geometry.depth} layers: kvcli runs it")
+    held = _memory_check(spec, config, dtype, geometry, path)
+    runs = "kvcli runs it" if held.state is CheckState.OK else "kvcli runs such models, but not this one in this memory"
+    yield Check("model", CheckState.OK, f"{config.model_type}, {geometry.depth} layers: {runs}")
     places = [place for place, layer in enumerate(geometry.decoder) if layer.attention]
     ways: dict[str, list[int]] = {}
     for place, layer in zip(places, geometry.layers, strict=True):
@@ -325,12 +335,38 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
         yield from _states(geometry)
     if rest := [place for place, layer in enumerate(geometry.decoder) if not layer.attention and not layer.state]:
         yield Check("keep nothing", CheckState.OK, layer_numbers(rest))
+    yield held
+    if form is not None and form.label != "auto":
+        yield _weight_check(form, geometry)
+
+
+def _memory_check(
+    spec: ModelSpec, config: PreTrainedConfig, dtype: torch.dtype, geometry: ModelGeometry, path: Path | None
+) -> Check:
+    """Check whether this machine's memory holds a model with a prompt of `_PROMPT` tokens."""
     growing = (layer for layer in geometry.layers if layer.window is None)
     token = sum(layer.token_size * dtype.itemsize for layer in growing)
     found = f"KV {format_bytes(token)} a token, weights {format_bytes(geometry.weight_bytes)}"
-    yield Check("memory", CheckState.OK, found)
-    if form is not None and form.label != "auto":
-        yield _weight_check(form, geometry)
+    devices = resolve_devices(spec.device)
+    try:
+        place = placed(spec.device, config, dtype, geometry, devices) or devices[0]
+    except KvcliError as error:
+        return Check("memory", CheckState.BROKEN, f"{found}; {error.what}", error.hint)
+    free = memory.available(place)
+    prompts = [min(_PROMPT, geometry.max_positions or _PROMPT)]
+
+    def needed(dtype: torch.dtype, geometry: ModelGeometry) -> dict[str, int]:
+        return memory.need(reference_profile(), geometry, dtype, prompts, 1, 1, device=place).on(place)
+
+    wanted = needed(dtype, geometry)
+    if memory.fits(wanted, free):
+        return Check("memory", CheckState.OK, found)
+    pool = next(name for name, size in wanted.items() if size > free[name])
+    found += f"; with a prompt of {prompts[0]:,} tokens {format_bytes(wanted[pool])} of {pool} memory"
+    forms = () if isinstance(place, Placement) else smaller_forms(config, dtype, geometry, path)
+    options = that_fit(forms, lambda form: memory.fits(needed(form.dtype, form.geometry), free))
+    fix = f"it fits with {in_words(options)}" if options else "take a smaller model, or a machine with more memory"
+    return Check("memory", CheckState.BROKEN, f"{found}, {format_bytes(free[pool])} are free", fix)
 
 
 def _weight_check(form: WeightForm, geometry: ModelGeometry) -> Check:

@@ -170,7 +170,9 @@ def steps_table(cases: Sequence[Case]) -> Table:
     moves = ("KV heads corrected", "page misses", "recalled a step", "exposed")
     disk = ("host hits", "from disk a step", "waited for it")
     held = ("KV device", "KV host", "KV disk", "prefill")
-    return without_empty_columns(Table((*times, *moves, *disk, *held), [_steps_row(case) for case in cases]))
+    texts = ("step",) if any(case.step_ms is None for case in cases) else ()  # why there is none
+    rows = [_steps_row(case) for case in cases]
+    return without_empty_columns(Table((*times, *moves, *disk, *held), rows, texts=texts))
 
 
 def _steps_row(case: Case) -> tuple[str, ...]:
@@ -293,7 +295,9 @@ def notes(report: ProfileReport) -> list[tuple[str, str]]:
                 "roofline, which is that of memory",
             )
         )
-    machine = f"{environment['device']}, {environment['threads']} threads, {environment['cores']} cores"
+    machine = (
+        f"{environment['device']}, {counted(environment['threads'], 'thread')}, {counted(environment['cores'], 'core')}"
+    )
     return [*found, ("machine", f"{machine}, load average {environment['load']} at the end")]
 
 

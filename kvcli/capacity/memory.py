@@ -19,6 +19,7 @@ from kvcli.capacity import cgroup
 from kvcli.capacity.need import RUNTIME_BYTES as RUNTIME_BYTES
 from kvcli.capacity.need import Need as Need
 from kvcli.capacity.need import devices_of
+from kvcli.capacity.smaller import SmallerForm, in_words, smaller_forms, that_fit
 from kvcli.capacity.workspace import Workspace
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.profiles import Profile
@@ -217,21 +218,21 @@ def check(
     """Refuse a run that will not fit; `together` to `disk` are as in `need`, `way_out` says what a user can change.
 
     Raises:
-        KvcliError: exit code 3, with the bytes needed, the bytes free, and the longest context that would fit; the
-            method refuses a budget that is a share of a prompt (usage).
+        KvcliError: exit code 3, with the bytes needed and free, the longest context that would fit, and the forms of
+            the model with which all of it would; the method refuses a budget that is a share of a prompt (usage).
     """
     counted = _counted(prompts)
     for size in counted:
         profile.for_prompt(size.tokens)
 
-    def planned(longest: int) -> Need:
+    def planned(longest: int, form: SmallerForm | None = None) -> Need:
         sizes: Counter[PromptSize] = Counter()
         for (tokens, shared), number in counted.items():
             sizes[PromptSize(min(longest, tokens), min(longest, shared))] += number
         wanted = need(
             profile,
-            checkpoint.geometry,
-            checkpoint.dtype,
+            checkpoint.geometry if form is None else form.geometry,
+            checkpoint.dtype if form is None else form.dtype,
             sizes,
             sampling.max_tokens,
             sampling.num_samples,
@@ -257,6 +258,11 @@ def check(
         least = "not even the weights fit"
     else:
         least = f"with {sampling.max_tokens:,} tokens of output no context fits"
+    if not loaded and not isinstance(device, Placement):
+        path = None if checkpoint.spec.dummy else checkpoint.path
+        forms = smaller_forms(checkpoint.config, checkpoint.dtype, checkpoint.geometry, path)
+        if options := that_fit(forms, lambda form: fits(planned(longest, form).on(device), free)):
+            least += f"; it fits with {in_words(options)}"
     number = counted.total()
     run = f"a context of {longest:,}" if number == 1 else f"a batch of {number:,} contexts of up to {longest:,}"
     raise KvcliError(

@@ -223,7 +223,7 @@ def _run(
             else:
                 run_on_ray(spec, request, cluster, observer, tally, stop)
     if not shown.quiet:
-        console.print_batch_summary(tally.progress())
+        console.print_batch_summary(tally.progress(), request.validate_only)
     found = tally.progress()
     if stop.signal is not None and found.ended < found.total:
         observer.notice(f"interrupted; {tally.dropped:,} rows in flight were dropped, the same command goes on")

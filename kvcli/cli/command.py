@@ -202,7 +202,7 @@ def read_entries(given: Input, kv: Path | None) -> list[Prompt | FailedPrompt]:
     Raises:
         KvcliError: something cannot be read, or there is nothing to read (usage).
     """
-    from kvcli.inputs.prompts import STDIN, Prompt, ask, read_prompts, read_questions
+    from kvcli.inputs.prompts import ALONE, STDIN, Prompt, ask, read_prompts, read_questions
 
     files, first = given.files, given.question_first
     if given.questions == STDIN and STDIN in files:
@@ -214,7 +214,7 @@ def read_entries(given: Input, kv: Path | None) -> list[Prompt | FailedPrompt]:
         saved = read_manifest(kv).asked
         return ask([Prompt(saved.source, saved.text)], asked, first)
     if not files and asked:
-        return [Prompt("prompt", each.text, id=each.id) for each in asked]
+        return [Prompt(ALONE, each.text, id=each.id) for each in asked]
     return ask(read_prompts(files), asked, first)
 
 

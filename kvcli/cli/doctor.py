@@ -40,15 +40,15 @@ def doctor(
     kvcli doctor -m qwen3-next-80b-a3b
 
     Every problem comes with its remedy. With -m, tells from a model's config alone
-    whether kvcli runs it, and which of its layers retrieve.
+    whether kvcli runs it in this machine's memory, and which of its layers retrieve.
 
     Exit codes: 0 kvcli can be used, with the model if one is given; 1 something that it
-    needs is broken, or it does not run the model; 2 usage, 130 interrupted, 141 stdout
-    was closed.
+    needs is broken, or it does not run the model; 2 usage, 3 the model will not fit in
+    memory, 130 interrupted, 141 stdout was closed.
     """
     check_outputs({"-o": output.output})
 
-    from kvcli.bench.doctor import examine, examine_model, usable, warm
+    from kvcli.bench.doctor import examine, examine_model, lacks_memory, usable, warm
     from kvcli.ui import console
 
     with progress(output.quiet) as observer:
@@ -65,4 +65,5 @@ def doctor(
         rows = [(check.name, check.state, check.found, check.fix) for check in checks]
         text = console.render(console.findings(rows), to_file=output.output is not None)
     write_result(output.output, text)
-    raise typer.Exit(ExitCode.OK if ready else ExitCode.RUNTIME)
+    short = spec.name is not None and lacks_memory(checks)
+    raise typer.Exit(ExitCode.OK if ready else ExitCode.WILL_NOT_FIT if short else ExitCode.RUNTIME)

@@ -12,6 +12,7 @@ from kvcli.cli.command import assignments, command, compared, each, given, names
 from kvcli.cli.output import OutputWriter, check_files, progress
 from kvcli.errors import ExitCode
 from kvcli.inputs import options
+from kvcli.quality.tasks import TASKS
 
 if TYPE_CHECKING:
     from kvcli.quality.eval.table import EvaluationTable
@@ -26,7 +27,8 @@ class Tasks:
     tasks: str = _TASKS(
         ...,
         *("--tasks", "A,B"),
-        "Synthetic tasks, needle_grid, needle_turns, ppl, ppl:FILE, fidelity:FILE, files of benchmarks, requests:FILE.",
+        f"Synthetic tasks ({', '.join(TASKS)}), needle_grid, needle_turns, ppl, ppl:FILE, fidelity:FILE, files of "
+        "benchmarks, requests:FILE.",
     )
     suite: str | None = _TASKS(None, "--suite", "NAME", "Profiles, budgets and sampling of a paper's main table.")
     length: str | None = _TASKS(None, "--length", "TOKENS,...", "Lengths of the prompts, as in 4K,8K.")

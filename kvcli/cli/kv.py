@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from kvcli.sizes import format_age, format_bytes
 
 if TYPE_CHECKING:
     from kvcli.runtime.saved.library import KVStore, Stored
+    from kvcli.ui.summary import Table
 
 kv = typer.Typer(help="Look after saved KV: list, show, check, rm, prune.", no_args_is_help=True)
 
@@ -42,23 +44,28 @@ def list_entries(store: Store, output: Annotated[Output, Some("json debug")]) ->
         write_stdout(json.dumps(rows) + "\n")
         return
     from kvcli.ui.console import render_tables
+
+    held = format_bytes(sum(row["bytes"] for row in rows))
+    heading = f"{found.folder}: {len(rows):,} {'entry' if len(rows) == 1 else 'entries'}, {held}"
+    write_stdout(render_tables([(heading, table_of_entries(rows, time.time()))]))
+
+
+def table_of_entries(rows: Sequence[dict[str, Any]], now: float) -> Table:
+    """Tabulate entries, with the time since each was used last; `now` is in seconds since 1970."""
     from kvcli.ui.summary import Table
 
-    columns = ("name", "tokens", "of prompt", "size", "used", "document")
     cells = [
         (
             row["name"][:_SHOWN],
             f"{row['tokens']:,}",
             f"{row['prompt_tokens']:,}",
             format_bytes(row["bytes"]),
-            format_age(time.time() - row["used"]),
+            format_age(now - row["used"]),
             row["source"],
         )
         for row in rows
     ]
-    held = format_bytes(sum(row["bytes"] for row in rows))
-    heading = f"{found.folder}: {len(rows):,} {'entry' if len(rows) == 1 else 'entries'}, {held}"
-    write_stdout(render_tables([(heading, Table(columns, cells))]))
+    return Table(("name", "tokens", "of prompt", "size", "used", "document"), cells, texts=("document",))
 
 
 @kv.command()

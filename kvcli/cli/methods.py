@@ -65,7 +65,7 @@ def _text(name: str | None, as_json: bool, markdown: bool, to_file: bool) -> str
         return console.render(console.method_page(describe(name)), to_file)
     cards = {each: read_card(each) for each in method_names()}
     return (
-        markdown_table(cards) if markdown else console.render(console.method_list(cards, profiles_by_method()), to_file)
+        markdown_table(cards) if markdown else console.render(console.MethodList(cards, profiles_by_method()), to_file)
     )
 
 
@@ -83,7 +83,8 @@ def _paper_text(name: str, as_json: bool, to_file: bool) -> str:
         for each, run in zip(chosen, paper.runs, strict=True)
     ]
     title = f"{paper.title} ({paper.paper}): --profile {PREFIX}{name.removeprefix(PREFIX)} runs all of them"
-    return console.render_tables([(title, summary.Table(("name", "method", "settings", "where"), rows))], to_file)
+    table = summary.Table(("name", "method", "settings", "where"), rows, texts=("method", "settings", "where"))
+    return console.render_tables([(title, table)], to_file)
 
 
 def describe(name: str) -> dict[str, Any]:

@@ -122,6 +122,16 @@ def encode(
     return list(ids)
 
 
+def plain_text_notice(checkpoint: Checkpoint, template: Template) -> str | None:
+    """Say that questions are no messages to a model without a chat template, unless that is what was asked for."""
+    if template.raw or checkpoint.tokenizer.chat_template is not None:
+        return None
+    return (
+        f"{checkpoint.name} has no chat template, as base models have none: a question (-p) is appended to the text as "
+        "it is, and the model continues that"
+    )
+
+
 def refuse_unembedded(ids: Sequence[int], model: Checkpoint | Model, source: str) -> None:
     """Refuse tokens that a tokenizer has and its model has not: on a GPU they would end the process.
 

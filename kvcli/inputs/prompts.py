@@ -14,6 +14,8 @@ from kvcli.errors import KvcliError, first_problem, usage_error
 from kvcli.inputs.options import QuestionFirst
 
 STDIN = "-"
+ALONE = "prompt"
+"""The source of a question without a document."""
 _PIECE, _LONGEST = 1 << 20, 1 << 30  # bytes
 # Files that people take for text: their first bytes, their kind, and how to turn them into text.
 _IMAGES = "kvcli runs the text side of models; describe {} in words"
@@ -56,6 +58,11 @@ class Prompt:
     question_first: QuestionFirst = "no"
 
     @property
+    def is_asked(self) -> bool:
+        """Whether -p or a file of questions gave all or some of it."""
+        return bool(self.question) or self.source == ALONE
+
+    @property
     def content(self) -> str:
         """The document, a blank line and the question, or in the order set by `question_first`."""
         if not self.question:
@@ -87,7 +94,7 @@ def read_prompts(files: Sequence[str], question: str | None = None) -> list[Prom
     if not files:
         if question is None:
             raise usage_error("no document and no prompt", 'try: kvcli generate notes.txt -p "What was decided?"')
-        return [Prompt("prompt", question)]
+        return [Prompt(ALONE, question)]
     if list(files).count(STDIN) > 1:
         raise usage_error("standard input (-) is named twice", "name it once")
     prompts: list[Prompt | FailedPrompt] = []

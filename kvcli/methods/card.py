@@ -43,6 +43,20 @@ LEGEND = {
 """Column heads of the table of capabilities, and their meaning; all with default settings."""
 
 
+NEEDS = {
+    "A document larger than the device, short answers": "`freekv` with `--profile freekv-long-input`",
+    "A short question, a long chain of thought": "`freekv`; `raas`",
+    "A slow bus between host and device": "`shadowkv`",
+    "Attention spread over many tokens, KV in host memory": "`retroinfer`, `magicpig`",
+    "KV fits the device, but a step should read less of it": "`quest`, `twilight`; `fier`, `loki`, `tokenselect`",
+    "A prompt longer than the model was trained for": "`infllm`, `actqkv`, `q_llm`, `em_llm`",
+    "The smallest memory": "`kvzip`, `expected_attention`; for one question `snapkv`, `pyramidkv`, `cake`",
+    "A stream of which only the end matters": "`streaming`",
+    "The exact reference": "`full`; `offload` where KV does not fit the device",
+}
+"""What somebody may need, with the methods that serve it; names as in Markdown."""
+
+
 @dataclass(frozen=True)
 class Card:
     """The class attributes of the same names (see `Method`), with the method's default settings.

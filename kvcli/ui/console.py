@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
 from typing import Any, Protocol
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     ProgressColumn,
@@ -28,12 +30,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcli.errors import KvcliError
-from kvcli.methods.card import LEGEND, Card
+from kvcli.methods.card import LEGEND, NEEDS, Card
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.observer import Observer, Progress
 from kvcli.telemetry.report import Report
 from kvcli.ui import summary
 from kvcli.ui.escape import Styled, one_line, visible
+from kvcli.ui.summary import GAP, divided
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _FILE_WIDTH, _UNLIMITED = 100, 10_000  # columns
@@ -41,7 +44,7 @@ _STATES = {"ok": "green", "note": "yellow", "broken": "bold red"}
 # Red, yellow and green, even in terminals of 16 colours.
 _LOW, _MIDDLE, _HIGH = (215, 90, 80), (235, 200, 90), (80, 200, 80)
 _TIMELINE_LINES = 40
-_BAR, _BATCH_BAR = 24, 16  # characters
+_BAR, _BATCH_BAR, _LEAST_BAR, _LABEL = 24, 16, 8, 20  # characters
 _TOLD_FROM = 1 / 16  # of the work, before which the time left is not shown
 
 
@@ -55,6 +58,28 @@ class EscapingConsole(Console):
 
     def _escapes(self, segment: Segment) -> bool:
         return self.is_terminal and not segment.control and not segment.text.isprintable()
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """A text whose lines end without spaces, for a file: cells are filled up to the width of their column."""
+
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
+        """Render the content, and drop the spaces at the end of its lines."""
+        for line in Segment.split_lines(console.render(self.content, options)):
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                *before, last = line
+                yield from [*before, Segment(last.text.rstrip(), last.style)]
+            yield Segment.line()
+
+
+def put(console: Console, content: RenderableType) -> None:
+    """Print something that is laid out in columns; spaces at the end of lines are for terminals alone."""
+    console.print(content if console.is_terminal else Trimmed(content))
 
 
 def stderr_console() -> Console:
@@ -76,7 +101,7 @@ def rendered(content: RenderableType, to_file: bool, width: int | None = None) -
         markup=False,
         emoji=False,
     )
-    console.print(content)
+    put(console, content)
     return Styled(text.getvalue()) if console.is_terminal else text.getvalue()
 
 
@@ -96,15 +121,15 @@ def print_note(message: str, console: Console | None = None) -> None:
 
 def grid_of(*columns: tuple[str, bool]) -> Table:
     """Make a table without head and frame; columns are given by style, and whether they must not wrap."""
-    table = Table.grid(padding=(0, 2, 0, 0))
+    table = Table.grid(padding=(0, GAP, 0, 0))
     for style, no_wrap in columns:
-        table.add_column(style=style, no_wrap=no_wrap)
+        table.add_column(style=style, no_wrap=no_wrap, overflow="fold")
     return table
 
 
 def plain_table() -> Table:
     """Make a table with a head and no frame."""
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    return Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
 
 
 def bar_of(share: float, width: int, console: Console) -> str:
@@ -115,30 +140,62 @@ def bar_of(share: float, width: int, console: Console) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def pairs_of(rows: Iterable[tuple[str, str]]) -> RenderableType:
-    """Lay out labels with their values."""
-    table = grid_of(("dim", True), ("", False))
-    for label, value in rows:
-        table.add_row(label, Text(value))
-    return table
+@dataclass(frozen=True)
+class Pairs:
+    """Labels with their values; a value that is too long breaks between its parts, where it has any."""
+
+    rows: Sequence[tuple[str, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        """Lay out a line for each label, or several."""
+        most = max(_LABEL, options.max_width // 3)
+        labels = min(most, max((len(label) for label, _ in self.rows), default=0))
+        left = options.max_width - labels - GAP
+        table = Table.grid(padding=(0, GAP, 0, 0))
+        table.add_column(style="dim", max_width=labels, overflow="fold")
+        table.add_column(overflow="fold")
+        for label, value in self.rows:
+            table.add_row(label, Text("\n".join(summary.broken(value, left))))
+        yield table
 
 
-def table_of(content: summary.Table) -> Table:
-    """Make a table with a head; all but its first column are numbers."""
-    table = plain_table()
-    for i, column in enumerate(content.columns):
-        if i:
-            table.add_column(column, justify="right", no_wrap=True)
-        else:
-            table.add_column(column, overflow="ellipsis", min_width=8)
+def table_of(content: summary.Table, width: int = _UNLIMITED) -> Table:
+    """Make a table with a head, for `width` columns; cells that are too long for them are wrapped."""
+    table, widths = plain_table(), content.widths(width)
+    for i, (column, most) in enumerate(zip(content.columns, widths, strict=True)):
+        is_text = content.is_text(i)
+        whole = not is_text and all(len(cells[i]) <= most for cells in (content.columns, *content.rows))
+        limit = None if is_text else most  # a text takes what there is
+        table.add_column(
+            column, justify="left" if is_text or i == 0 else "right", no_wrap=whole, max_width=limit, overflow="fold"
+        )
     for row in content.rows:
         table.add_row(*map(Text, row))
     return table
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """A table in as many parts as the terminal needs, with an empty line between two."""
+
+    content: summary.Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        """Lay out the parts."""
+        for number, part in enumerate(summary.folded(self.content, options.max_width)):
+            yield from [Text()] * bool(number)
+            yield table_of(part, options.max_width)
+
+
 def render(content: RenderableType, to_file: bool = False) -> str:
     """Render a list for stdout: coloured and as wide as the terminal, plain and 100 columns wide for a file."""
     return rendered(content, to_file, _FILE_WIDTH if to_file else None)
+
+
+def _table_width(to_file: bool) -> int:
+    """Return the columns that tables may take: a terminal's, or any number, a line for each row, for a file."""
+    console = Console()
+    return console.width if console.is_terminal and not to_file else _UNLIMITED
 
 
 def render_tables(
@@ -148,13 +205,11 @@ def render_tables(
 
     `notes` come at the end, each after its label.
     """
-    console = Console()
-    width = console.width if console.is_terminal and not to_file else _UNLIMITED
+    width = _table_width(to_file)
     parts: list[RenderableType] = []
     for title, content in titled:
-        parts += [*([Text()] if parts else []), Text(title, style="bold")]
-        parts += [table_of(part) for part in summary.folded(content, width)]
-    parts += [Text(), pairs_of(notes)] if notes else []
+        parts += [*([Text()] if parts else []), Text(title, style="bold"), Fitting(content)]
+    parts += [Text(), Pairs([*notes])] if notes else []
     return rendered(Group(*parts), to_file, width)
 
 
@@ -169,39 +224,63 @@ def findings(rows: Iterable[tuple[str, str, str, str]]) -> RenderableType:
     return table
 
 
-def method_list(cards: Mapping[str, Card], profiles: Mapping[str, Sequence[str]]) -> RenderableType:
-    """List what every method can do, with what its steps attend to below it, and profiles if there are several."""
-    widths = (12, 5, 8, 7, 10, 23)
-    heads = (
-        ("", "long", "", "group-", "GPU", "", ""),
-        ("method", "gen.", "offload", "cons.", "step", "device memory", "paper"),
-    )
-    lines = [Text(_laid_out(cells, widths).rstrip(), style="dim") for cells in heads]
-    for name, card in cards.items():
-        cells = _laid_out(("", *card.capabilities, card.paper.removeprefix("arXiv ")), widths)
-        lines.append(Text.assemble((f"{name:<{widths[0]}}", "bold cyan"), cells[widths[0] :]))
-        lines.append(Text(f"  {card.title}", style="dim"))
-        if len(profiles.get(name, ())) > 1:
-            lines.append(Text(f"  profiles {', '.join(profiles[name])}", style="dim"))
-    hint = Text("\nMore on a method: kvcli methods NAME", style="dim")
-    return Group(*lines, Text(), pairs_of(LEGEND.items()), hint)
+@dataclass(frozen=True)
+class MethodList:
+    """What is needed and the methods for it; then what every method can do, and profiles if there are several."""
+
+    cards: Mapping[str, Card]
+    profiles: Mapping[str, Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        """Lay the list out; what the lines of a narrow terminal do not hold comes in a second list."""
+        needs = grid_of(("", False), ("cyan", False))
+        for need, served_by in NEEDS.items():
+            needs.add_row(need, served_by.replace("`", ""))
+        yield from (needs, Text())
+        rows = []
+        for name, card in self.cards.items():
+            *can, memory = card.capabilities
+            rows.append((name, *can, memory.replace(" ", ""), card.paper.removeprefix("arXiv ")))
+        widths = [max(map(len, cells)) for cells in zip(*_METHOD_HEADS, *rows, strict=True)]
+        # A narrow gap where that makes one list of two.
+        gap, parts = next(
+            ((gap, parts) for gap in (GAP, 1) if len(parts := divided(widths, options.max_width, gap=gap)) == 1),
+            (GAP, divided(widths, options.max_width)),
+        )
+        for number, part in enumerate(parts):
+            yield from [Text()] * bool(number)
+            heads = (_in_columns(head, part, widths, gap) for head in _METHOD_HEADS)
+            yield from (Text(head, style="dim") for head in heads if head)
+            for row in rows:
+                line = Text(_in_columns(row, part, widths, gap))
+                line.stylize("bold cyan", 0, len(row[0]))
+                yield line
+                if not number:
+                    yield Padding(Text(self.cards[row[0]].title, style="dim"), (0, 0, 0, GAP))
+                if not number and len(found := self.profiles.get(row[0], ())) > 1:
+                    yield Padding(Text(f"profiles {', '.join(found)}", style="dim"), (0, 0, 0, GAP))
+        yield from (Text(), Pairs([*LEGEND.items()]), Text("\nMore on a method: kvcli methods NAME", style="dim"))
 
 
-def _laid_out(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Join cells, all but the last as wide as `widths` says."""
-    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)) + cells[-1]
+_METHOD_HEADS = (
+    ("", "long", "off-", "group-", "GPU", "", ""),
+    ("method", "gen.", "load", "cons.", "step", "device memory", "paper"),
+)
+
+
+def _in_columns(cells: Sequence[str], part: Sequence[int], widths: Sequence[int], gap: int) -> str:
+    """Join the cells of some columns into a line."""
+    return (" " * gap).join(f"{cells[i]:<{widths[i]}}" for i in part).rstrip()
 
 
 def method_page(entry: dict[str, Any]) -> RenderableType:
     """Lay out one method: title, paper, settings with default, unit and bounds, ablations, profiles."""
-    settings = plain_table()
-    settings.add_column("setting", no_wrap=True, style="cyan")
-    settings.add_column("default", no_wrap=True)
-    settings.add_column("values", no_wrap=True)
-    settings.add_column("meaning")
+    rows = []
     for setting in entry["settings"]:
         default = json.dumps(setting["default"]) if isinstance(setting["default"], bool) else str(setting["default"])
-        settings.add_row(setting["name"], default, _values(setting), setting["description"])
+        rows.append((setting["name"], default, _values(setting), setting["description"]))
+    heads = ("setting", "default", "values", "meaning")
+    settings = Fitting(summary.Table(heads, rows, texts=heads[1:]))
     profiles = grid_of(("cyan", True), ("", False))
     defaults = {setting["name"]: setting["default"] for setting in entry["settings"]}
     for profile in entry["profiles"]:
@@ -213,9 +292,8 @@ def method_page(entry: dict[str, Any]) -> RenderableType:
     for part in entry["ablations"]:
         ablations.add_row(part["name"], ", ".join(f"{key} {value}" for key, value in part["settings"].items()))
     head = Text.assemble((entry["name"], "bold cyan"), f"  {entry['title']}\n", (entry["paper"], "dim"))
-    can = pairs_of(
-        zip(LEGEND, Card(**{key: entry[key] for key in Card.__dataclass_fields__}).capabilities, strict=True)
-    )
+    card = Card(**{key: entry[key] for key in Card.__dataclass_fields__})
+    can = Pairs([*zip(LEGEND, card.capabilities, strict=True)])
     found: list[RenderableType] = [head, Text(), can, Text(), settings]
     if entry["ablations"]:
         found += [Text("\nablations, run by --ablate", style="dim"), ablations]
@@ -234,17 +312,27 @@ def _values(setting: dict[str, Any]) -> str:
 
 def render_heat_maps(maps: Iterable[summary.HeatMap], to_file: bool = False) -> str:
     """Render heat maps for stdout: numbers, on colours from red over yellow to green if there are colours."""
-    return rendered(Group(*(part for heat_map in maps for part in (Text(), _drawn(heat_map)))), to_file)
+    width = _table_width(to_file)
+    parts = (
+        part for heat_map in maps for part in (Text(), Text(heat_map.title, style="bold"), *_drawn(heat_map, width))
+    )
+    return rendered(Group(*parts), to_file, width)
 
 
-def _drawn(heat_map: summary.HeatMap) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=0, header_style="dim")
-    table.add_column(f"{heat_map.down}  ", justify="right", style="dim", no_wrap=True)
-    for column in heat_map.columns:
-        table.add_column(f" {column} ", justify="right", no_wrap=True)
-    for row, values in zip(heat_map.rows, heat_map.values, strict=True):
-        table.add_row(f"{row}  ", *map(_cell, values))
-    return Group(Text(heat_map.title, style="bold"), table)
+def _drawn(heat_map: summary.HeatMap, width: int) -> Iterable[RenderableType]:
+    """Draw a map in as many parts as `width` columns need."""
+    head = GAP + max(map(len, [heat_map.down, *heat_map.rows]))
+    most = max(1, (width - head) // (GAP + max(map(len, [*heat_map.columns, "100"]))))
+    for start in range(0, len(heat_map.columns), most):
+        shown = slice(start, start + most)
+        table = Table(box=None, pad_edge=False, padding=0, header_style="dim")
+        table.add_column(f"{heat_map.down}  ", justify="right", style="dim", no_wrap=True)
+        for column in heat_map.columns[shown]:
+            table.add_column(f" {column} ", justify="right", no_wrap=True)
+        for row, values in zip(heat_map.rows, heat_map.values, strict=True):
+            table.add_row(f"{row}  ", *map(_cell, values[shown]))
+        yield from [Text()] * bool(start)
+        yield table
 
 
 def _cell(value: float | None) -> Text:
@@ -264,20 +352,18 @@ def print_statistics(report: Report, titles: Sequence[str], verbose: bool, conso
     rows = summary.sequence_rows(report, report.sequences[0]) if single else []
     if not single:
         for table in summary.batch_tables(report, titles):
-            for part in summary.folded(table, console.width):
-                console.print(table_of(part))
-                console.print()
+            put(console, Group(Fitting(table), Text()))
     rows += summary.origin_rows(report) + summary.placement_rows(report) + summary.memory_rows(report)
     if verbose:
         rows.append(("settings", summary.settings_line(report.profile)))
         rows.append(("versions", ", ".join(f"{key} {value}" for key, value in report.environment.items())))
-    console.print(pairs_of(rows))
+    put(console, Pairs(rows))
     if verbose:
         for name, sequence in zip(titles, report.sequences, strict=True):
             layers = summary.layer_table(sequence)
             if layers.rows:
                 console.print(Text(f"\n{name}" if not single else "", style="bold"))
-                console.print(table_of(layers))
+                put(console, Fitting(layers))
 
 
 def print_timeline(report: Report, titles: Sequence[str], console: Console | None = None) -> None:
@@ -289,10 +375,10 @@ def print_timeline(report: Report, titles: Sequence[str], console: Console | Non
         if len(report.sequences) > 1:
             console.print(Text(name, style="bold"))
         rows = summary.timeline_rows(sequence.steps, most)
-        console.print(_timeline(rows, console) if rows else Text("no decode step to show", style="dim"))
+        put(console, _timeline(rows, console) if rows else Text("no decode step to show", style="dim"))
 
 
-def _timeline(rows: Sequence[summary.TimelineRow], console: Console) -> Table:
+def _timeline(rows: Sequence[summary.TimelineRow], console: Console) -> RenderableType:
     slowest = max(row.ms for row in rows)
     ranged = any(row.last > row.step for row in rows)
     columns = {
@@ -304,8 +390,10 @@ def _timeline(rows: Sequence[summary.TimelineRow], console: Console) -> Table:
         "from disk": [format_bytes(row.bytes_from_disk) for row in rows],
     }
     columns = {name: cells for name, cells in columns.items() if not set(cells) <= {"0 / 0", "0 B"}}
-    taken = sum(2 + max(map(len, [name, *cells])) for name, cells in columns.items())
-    width = min(_BAR, max(8, console.width - taken - 2))
+    content = summary.Table(tuple(columns), list(zip(*columns.values(), strict=True)))
+    width = min(_BAR, console.width - sum(GAP + each for each in content.widths(console.width)))
+    if width < _LEAST_BAR:
+        return Fitting(content)
     table = plain_table()
     for i, name in enumerate(columns):
         table.add_column(name, justify="right", no_wrap=True)
@@ -480,10 +568,9 @@ class BatchDisplay:
             self._console.show_cursor(True)
 
 
-def print_batch_summary(found: Progress) -> None:
-    """Print the outcome of a batch on stderr."""
-    console = stderr_console()
-    console.print(pairs_of(summary.progress_rows(found)))
+def print_batch_summary(found: Progress, checked: bool = False, console: Console | None = None) -> None:
+    """Print the outcome of a batch on stderr, or of a check of its rows."""
+    put(console or stderr_console(), Pairs([*(summary.checked_rows if checked else summary.progress_rows)(found)]))
 
 
 def render_batch(found: Progress) -> str:

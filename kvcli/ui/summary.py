@@ -9,23 +9,48 @@ from typing import Any
 
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.observer import Progress
-from kvcli.telemetry.report import Cache, Report, Sequence, Step
+from kvcli.telemetry.report import Cache, DraftCounts, Report, Sequence, Step
 
 _NAME = 18
-_GAP = 2  # between columns
+GAP = 2  # characters between the columns of a table
+_BETWEEN = " · "  # the parts of a value
+_LEAST, _TEXT = 8, 24  # characters of a column whose cells are wrapped, and of a text
 
 
 @dataclass(frozen=True)
 class Table:
-    """A small table: column heads and rows; all but the first column are numbers."""
+    """A small table: column heads and rows. The first `keys` columns say which row it is.
+
+    The other columns are numbers, except those whose heads are `texts`, which may have several lines.
+    """
 
     columns: tuple[str, ...]
     rows: Many[tuple[str, ...]]
+    keys: int = 1
+    texts: tuple[str, ...] = ()
 
     def only(self, columns: Many[int]) -> Table:
-        """Keep the columns of these numbers."""
+        """Keep the columns of these numbers, all keys among them."""
         head, *rows = (tuple(cells[i] for i in columns) for cells in (self.columns, *self.rows))
-        return Table(head, rows)
+        return Table(head, rows, self.keys, self.texts)
+
+    def widths(self, width: int) -> list[int]:
+        """Return the characters that each column takes where `width` are there; longer cells are wrapped.
+
+        Where the table is wider, its first column takes a third at most, a text may take less than it has, and every
+        column takes at most what the keys leave.
+        """
+        wanted = [max(map(_breadth, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
+        if sum(each + GAP for each in wanted) - GAP <= width:
+            return wanted
+        wanted[0] = min(wanted[0], max(_NAME, width // 3))
+        wanted = [min(each, _TEXT) if self.is_text(i) else each for i, each in enumerate(wanted)]
+        left = width - sum(each + GAP for each in wanted[: self.keys])
+        return [each if i < self.keys else min(each, max(left, _LEAST)) for i, each in enumerate(wanted)]
+
+    def is_text(self, column: int) -> bool:
+        """Tell whether a column beside the keys is a text."""
+        return column >= self.keys and self.columns[column] in self.texts
 
 
 @dataclass(frozen=True)
@@ -93,22 +118,43 @@ def per_second(tokens: int, ms: float) -> str:
     return _speed(1000 * tokens / ms if ms else None)
 
 
+def _breadth(cell: str) -> int:
+    return max(map(len, cell.split("\n")))
+
+
 def without_empty_columns(table: Table) -> Table:
     """Drop the columns that are empty or zero in every row."""
     nothing = {"", "-", "0", "0 / 0", "0 B"}
-    keep = [i for i in range(len(table.columns)) if i == 0 or not all(row[i] in nothing for row in table.rows)]
+    keep = [i for i in range(len(table.columns)) if i < table.keys or not all(row[i] in nothing for row in table.rows)]
     return table.only(keep)
 
 
 def folded(table: Table, width: int) -> list[Table]:
-    """Split a table wider than `width` characters by its columns; every part begins with the first column."""
-    widths = [max(map(len, cells)) + _GAP for cells in zip(table.columns, *table.rows, strict=True)]
-    parts: list[list[int]] = [[0]]
-    for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and sum(widths[i] for i in parts[-1]) + widths[column] > width:
-            parts.append([0])
+    """Split a table wider than `width` characters by its columns; every part begins with the keys."""
+    return [table.only(part) for part in divided(table.widths(width), width, table.keys)]
+
+
+def divided(widths: Many[int], width: int, keys: int = 1, gap: int = GAP) -> list[list[int]]:
+    """Divide columns into parts of `width` characters at most, with a gap between two; all begin with the keys."""
+    parts = [[*range(keys)]]
+    for column in range(keys, len(widths)):
+        if len(parts[-1]) > keys and sum(widths[i] + gap for i in parts[-1]) + widths[column] > width:
+            parts.append([*range(keys)])
         parts[-1].append(column)
-    return [table.only(part) for part in parts]
+    return parts
+
+
+def broken(value: str, width: int) -> list[str]:
+    """Break a value of several parts that is longer than `width` characters between them, into as few lines as do."""
+    *parts, last = value.split(_BETWEEN)
+    lines = [""]
+    for part in [*(part + _BETWEEN.rstrip() for part in parts), last]:
+        longer = f"{lines[-1]} {part}".lstrip()
+        if len(longer) > width and lines[-1]:
+            lines.append(part)
+        else:
+            lines[-1] = longer
+    return lines
 
 
 def heading(report: Report) -> str:
@@ -128,14 +174,17 @@ def heading(report: Report) -> str:
 def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     """List label and value of everything that applies to one sequence."""
     timing, correction, cache = sequence.timing, sequence.correction, sequence.cache
-    steps = len(timing.decode_ms)
+    steps, drafts = len(timing.decode_ms), sequence.drafts
     rows = [
         ("prompt", f"{sequence.prompt_tokens:,} tokens"),
         *([("prefill", _prefill(sequence))] if timing.prefill_ms or not sequence.kv.shared_tokens else []),
         ("first token", f"{duration(timing.ttft_ms)}"),
         ("output", f"{sequence.output_tokens:,} tokens, {ending(sequence)}"),
     ]
-    if steps:
+    if steps and drafts is not None:  # the steps after a pass only look its tokens up
+        taken = duration(sum(timing.decode_ms) / drafts.passes)
+        rows.append(("decode", f"{_speed(timing.tokens_per_s)} · {taken} a pass, with its drafts"))
+    elif steps:
         percentiles = " · ".join(f"p{q} {duration(getattr(timing, f'p{q}_ms'))}" for q in (50, 90, 99))
         rows.append(("decode", f"{_speed(timing.tokens_per_s)} · step {percentiles}"))
     if timing.compile_ms:
@@ -153,7 +202,7 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
         value = rate(cache.hits, cache.pages_requested) if recalls else f"{cache.pages_requested:,}, all on the device"
         rows.append(("page hits" if recalls else "pages read", value))
     if cache.bytes_to_device:
-        rows.append(("to device", _moved(cache.bytes_to_device, steps)))
+        rows.append(("to device", _moved(cache.bytes_to_device, steps, drafts)))
     if cache.host_hits or cache.disk_reads:
         rows.append(("host hits", rate(cache.host_hits, cache.host_hits + cache.disk_reads)))
     if cache.bytes_to_disk:
@@ -161,11 +210,11 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
         rows.append(("to disk", f"{format_bytes(cache.bytes_to_disk)} · waited {duration(cache.prefill_disk_wait_ms)}"))
     if cache.bytes_to_host:
         prefill = f"prefill {format_bytes(cache.prefill_bytes_to_host)} · decode "
-        rows.append(("to host", prefill + _moved(cache.bytes_to_host - cache.prefill_bytes_to_host, steps)))
+        rows.append(("to host", prefill + _moved(cache.bytes_to_host - cache.prefill_bytes_to_host, steps, drafts)))
     for key, value in sequence.method.items():
         if isinstance(value, int | float | str):  # longer data is for the JSON
             rows.append((key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value}"))
-    if (drafts := sequence.drafts) is not None:
+    if drafts is not None:
         each = f"{(drafts.accepted + drafts.passes) / drafts.passes:.2f} tokens a pass of full attention"
         rows.append(("drafts accepted", f"{rate(drafts.accepted, drafts.drafted)} · {each}"))
     rows += fidelity_rows(sequence.fidelity)
@@ -182,7 +231,8 @@ def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
     if not fidelity:
         return []
     steps = fidelity["steps_audited"]
-    rows = [("audit", f"{steps:,} of the steps, every {fidelity['every']:,}., beside full attention")]
+    spaced = "" if fidelity["every"] == 1 else f", one in {fidelity['every']:,},"
+    rows = [("audit", f"{counted(steps, 'step')}{spaced} compared with full attention")]
     if fidelity["mass"] is not None:
         found = f"top {fidelity['top']} tokens found {fidelity['recall']:.1%}"
         rows.append(("attention", f"mass {fidelity['mass']:.2%} · {found} · output off by {fidelity['error']:.2%}"))
@@ -239,7 +289,7 @@ def origin_rows(report: Report) -> list[tuple[str, str]]:
     for each in report.saved:
         if each.error is None:
             what = f"{each.tokens:,} tokens of {each.source}, {_in_time(each.bytes, each.write_ms)}"
-            rows.append(("saved", f"{what}, beside the prefill"))
+            rows.append(("saved", f"{what}, during the prefill"))
     return rows
 
 
@@ -278,8 +328,8 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
                 f"{sequence.output_tokens:,}",
                 sequence.finish_reason,
                 _speed(timing.tokens_per_s).removesuffix(" tokens/s"),
-                duration(timing.p50_ms),
-                duration(timing.p99_ms),
+                duration(timing.p50_ms if sequence.drafts is None else None),
+                duration(timing.p99_ms if sequence.drafts is None else None),
             )
         )
         if cache.pages_requested or cache.bytes_to_device or cache.bytes_to_host:
@@ -367,8 +417,9 @@ def _digits(value: float, unit: str) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
-def _moved(size: int, steps: int) -> str:
-    return format_bytes(size) + (f" · {format_bytes(size / steps)} a step" if steps else "")
+def _moved(size: int, steps: int, drafts: DraftCounts | None = None) -> str:
+    count, each = (steps, "step") if drafts is None else (drafts.passes, "pass")
+    return format_bytes(size) + (f" · {format_bytes(size / count)} a {each}" if count else "")
 
 
 def _speed(tokens_per_s: float | None) -> str:
@@ -390,11 +441,20 @@ def progress_rows(found: Progress) -> Iterator[tuple[str, str]]:
         yield "prompts", f"{found.prompt_tokens:,} tokens read{shared}"
     if found.output_tokens:
         rows = f", {found.output_tokens / found.steps:.1f} rows a step" if found.steps else ""
-        yield "output", f"{found.output_tokens:,} tokens, {found.output_tokens_per_second:,.1f} a second{rows}"
+        speed = f", {found.output_tokens_per_second:,.1f} a second" if found.output_tokens_per_second else ""
+        yield "output", f"{found.output_tokens:,} tokens{speed}{rows}"
     if found.seconds and found.output_tokens:
         yield "time", f"{duration(1000 * found.seconds)}, {shares(found)}"
     if found.left_seconds and found.in_flight:
         yield "left", f"about {duration(1000 * found.left_seconds)}"
+
+
+def checked_rows(found: Progress) -> Iterator[tuple[str, str]]:
+    """Yield label and value of the outcome of a check, in which nothing was run."""
+    good = found.total - found.failed
+    yield "rows", f"{found.total:,} checked, {'all' if good == found.total else f'{good:,}'} can be run"
+    if found.failed:
+        yield "refused", f"{found.failed:,}"
 
 
 def shares(found: Progress) -> str:

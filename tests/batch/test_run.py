@@ -46,7 +46,7 @@ def model(tmp_path_factory):
 def batch(model, tmp_path):
     """Runs rows; gives results by name, the counts, and what was told."""
 
-    def run_rows(rows, method="freekv", stop=None, output=None, settings=SETTINGS, tally=None, **options):
+    def run_rows(rows, method="freekv", stop=None, output=None, settings=SETTINGS, tally=None, model=model, **options):
         source, output = tmp_path / "in.jsonl", output or tmp_path / "out.jsonl"
         source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
         request = BatchRequest(
@@ -213,6 +213,15 @@ def test_only_checking_runs_and_writes_nothing(batch, tmp_path, monkeypatch):
     results, tally, told = batch([*rows(2), "{nope"], validate_only=True)
     assert (results, tally.failed, len(told)) == ({}, 1, 1)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_questions_to_a_base_model_are_said_to_be_plain_text_once(batch, tmp_path):
+    base, said = str(tiny_checkpoint("llama", tmp_path / "base", chat=False)), "a question (-p) is appended"
+    asked = [{"custom_id": f"r{n}", "document": text(n, 20), "prompt": "Who?"} for n in range(3)]
+    alone = [{"custom_id": row["custom_id"], "document": row["document"]} for row in asked]
+    for given, times in ((asked, 1), (alone, 0)):
+        _, _, told = batch(given, output=tmp_path / f"{times}.jsonl", model=base)
+        assert sum(said in each for each in told) == times
 
 
 def test_a_name_twice_is_refused_with_both_lines(batch):

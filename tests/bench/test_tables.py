@@ -5,87 +5,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from reports import FAILED, PEER, PHASES, case, profile_of
 
 from kvcli.bench.html import page
 from kvcli.bench.profiler import Outcome, case_name
-from kvcli.bench.report import (
-    Breakdown,
-    Case,
-    Counts,
-    PhaseTime,
-    ProfileReport,
-    Spread,
-    headline,
-    notes,
-    parts_table,
-    steps_table,
-    tables,
-)
-from kvcli.telemetry.report import HeadCounts
+from kvcli.bench.report import headline, notes, parts_table, steps_table, tables
 from kvcli.telemetry.timeline import Span
 from kvcli.ui import html as pages
-
-PHASES = ("projections", "attention", "mlp", "score", "select", "recall", "correction", "offload", "sampling", "host")
-
-
-def case(label="full", context=1024, batch=1, ms=2.0, offloaded=False, hidden=0.0):
-    parts = [PhaseTime(phase, ms / 2 if phase in ("attention", "host") else 0.0, 0.0, ms / 20) for phase in PHASES]
-    parts[5] = replace(parts[5], hidden_ms=hidden)
-    steps, layers = 3, 2
-    return Case(
-        label=label,
-        kind="method",
-        context=context,
-        batch=batch,
-        profile={"settings": {"budget": 96}},
-        runs_ms=[ms, ms],
-        step_ms=Spread(ms, 0.9 * ms, 1.2 * ms),
-        tokens_per_s=1000 * batch / ms,
-        ratio=Spread(2.0 / ms, 1.0 / ms, 3.0 / ms),
-        floor_ms=ms / 2,
-        breakdown=Breakdown(ms, 4, parts, Spread(1.05, 0.98, 1.1)),
-        counts=Counts(
-            heads_checked=[[0, 4]] * steps if offloaded else [[0, 0]] * steps,
-            heads_corrected=[[0, 1]] * steps if offloaded else [[0, 0]] * steps,
-            pages_requested=[[0, 10]] * steps,
-            misses=[[0, 5], [0, 0], [0, 10]] if offloaded else [[0] * layers] * steps,
-            bytes_to_device=[[0, 4096]] * steps if offloaded else [[0, 0]] * steps,
-            bytes_exposed=[[0, 1024]] * steps if offloaded else [[0, 0]] * steps,
-            by_head=[None, HeadCounts([15, 15], [15, 0], [6, 6], [3, 0])] if offloaded else [None, None],
-        ),
-        device_kv_bytes=4096,
-        host_kv_bytes=8192 if offloaded else 0,
-    )
-
-
-FAILED = Case("quest", "method", 1024, 1, {"settings": {}}, error="out of memory")
-PEER = replace(case("transformers", ms=4.0), kind="peer", profile=None, breakdown=None, counts=None, floor_ms=None)
-
-
-def report(*cases, **options):
-    rate = {"median": 2.0**30, "least": 1.0, "most": 1.0}
-    return ProfileReport(
-        environment={"torch": "2", "device": "EPYC", "threads": 1, "cores": 2, "load": 0.5},
-        model={
-            "name": "tiny",
-            "source": "dummy",
-            "dtype": "float32",
-            "device": "cpu",
-            "layers": 2,
-            "weight_bytes": 1 << 20,
-        },
-        options={
-            "kv": "made up",
-            "contexts": sorted({each.context for each in cases}),
-            "batch_sizes": sorted({each.batch for each in cases}),
-            "steps": 3,
-            "warmup": 1,
-            "repeat": 2,
-            **options,
-        },
-        ceilings=dict.fromkeys(("read", "copy", "to_device", "to_host", "matmul"), rate),
-        cases=list(cases),
-    )
 
 
 def columns(table):
@@ -139,7 +65,7 @@ def test_a_table_of_parts_shows_what_is_hidden_and_how_far_it_was_disturbed():
 
 
 def test_each_context_and_batch_size_has_its_tables():
-    titles = [title for title, _ in tables(report(case(), case(batch=2), case(context=2048), FAILED))]
+    titles = [title for title, _ in tables(profile_of(case(), case(batch=2), case(context=2048), FAILED))]
     assert titles[:3] == [
         "step at 1,024 tokens, batch 1",
         "phases of a step at 1,024 tokens, batch 1, ms",
@@ -148,7 +74,7 @@ def test_each_context_and_batch_size_has_its_tables():
 
 
 def test_notes_say_what_the_kv_was():
-    made_up, read = (dict(notes(report(case(), kv=kv))) for kv in ("made up", "read"))
+    made_up, read = (dict(notes(profile_of(case(), kv=kv))) for kv in ("made up", "read"))
     assert made_up["KV"] == "seeded noise, not a text's"
     assert read["KV"] == "of prompts that the model read"
     assert made_up["weights"].startswith("random")
@@ -172,7 +98,7 @@ def test_notes_say_what_the_kv_was():
     ],
 )  # fmt: skip
 def test_the_headline_is_the_fastest_at_the_largest_load(cases, expected):
-    assert headline(report(*cases)) == expected
+    assert headline(profile_of(*cases)) == expected
 
 
 @pytest.fixture
@@ -182,7 +108,7 @@ def shown(monkeypatch):
 
     def show(*cases):
         found = {case_name(each.label, each.context, each.batch): spans for each in cases if each.breakdown}
-        html = page(Outcome(report(*cases), found))
+        html = page(Outcome(profile_of(*cases), found))
         charts = re.findall(r'<script type="application/vega-lite\+json">(.*?)</script>', html, re.DOTALL)
         return html, [json.loads(chart) for chart in charts]
 

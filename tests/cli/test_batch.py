@@ -59,13 +59,14 @@ def answers(path):
     return found
 
 
-def test_a_batch_and_what_is_said_of_it(batch, source, tmp_path):
+def test_a_batch_and_what_is_said_of_it(batch, source, tmp_path, other):
     result = batch(source, "-o", "out.jsonl")
     assert (result.returncode, result.stdout) == (0, "")
     assert "12 of 12 have a result" in result.stderr
     assert len(answers(tmp_path / "out.jsonl")) == 12
     again = batch(source, "-o", "out.jsonl")
     assert "12 of 12 have a result, 12 of them before" in again.stderr
+    assert "0.0 a second" not in other("status", "out.jsonl").stdout
 
 
 def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
@@ -75,6 +76,7 @@ def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
     assert checked.returncode == 4
     assert "line 1: 'a': unknown field 'tools'" in checked.stderr
     assert "line 2: 'line-2': bad JSON" in checked.stderr
+    assert checked.stderr.endswith("rows     3 checked, 1 can be run\nrefused  2\n")
     assert not (tmp_path / "out.jsonl").exists()
     result = batch("in.jsonl", "-o", "out.jsonl", "--max-tokens", 3)
     assert result.returncode == 4

@@ -1,6 +1,7 @@
 """`kvcli eval` as a user meets it: tables, resuming, and what it refuses."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -19,6 +20,13 @@ def table(warm, tmp_path_factory):
     result = warm(*ONE, "--method", "full,freekv", "--budget", "128,256", *SMALL, "--predictions", file, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout), file
+
+
+def test_the_help_names_every_task(warm):
+    from kvcli.quality.eval.suite import _NAMES
+
+    found = " ".join(re.sub("[│ ]+", " ", warm("eval", "--help", COLUMNS="200").stdout).split())
+    assert [name for name in _NAMES if not re.search(rf"\b{name}\b", found)] == []
 
 
 def without_times(table):

@@ -371,6 +371,26 @@ def test_a_small_budget_scales_sink_and_window_with_a_notice(generate, document)
     assert "budget 128 has no room for sink 128 and window 128: taking sink 0 and window 32" in result.stderr
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model without a chat template."""
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("base"), chat=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "times"), [(("-p", "Who?", "-p", "When?"), 1), ((), 0), (("-p", "Who?", "--raw"), 0)]
+)
+def test_a_base_model_is_said_to_take_questions_as_plain_text(warm, base, document, arguments, times):
+    result = warm("generate", "-m", base, document, *arguments, "--max-tokens", 2)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("a question (-p) is appended to the text as it is") == times
+
+
+def test_a_question_alone_is_plain_text_to_a_base_model_too(warm, base):
+    assert "has no chat template" in warm("generate", "-m", base, "-p", "Who?", "--max-tokens", 2).stderr
+    assert "has no chat template" in warm("chat", "-m", base, "--max-tokens", 2, text="Who?\n").stderr
+
+
 def test_the_demo_model_says_what_it_is_good_for(warm, document):
     result = warm("generate", document, "--max-tokens", 1)
     assert "can only find facts in documents like those in examples/" in " ".join(result.stderr.split())

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -18,13 +19,24 @@ def test_the_list_names_every_method_and_profile(warm):
         assert name in result.stdout
 
 
+def test_the_list_begins_with_what_is_needed_and_names_methods_and_profiles_that_there_are(warm):
+    from kvcli.methods.card import NEEDS
+
+    lines = warm("methods", COLUMNS="200").stdout.splitlines()
+    for line, (need, served_by) in zip(lines, NEEDS.items(), strict=False):
+        assert " ".join(line.split()) == f"{need} {served_by}".replace("`", "")
+        for name in re.findall("`([^`]+)`", served_by):
+            assert name.removeprefix("--profile ") in {*method_names(), *profile_names()}
+    assert "kvcli methods NAME" in lines[-1]
+
+
 @pytest.mark.parametrize("columns", [80, 100])
 def test_the_list_says_what_each_can_do_within_the_terminal(warm, columns):
     lines = warm("methods", COLUMNS=str(columns)).stdout.splitlines()
     assert max(map(len, lines)) <= columns
     (row,) = [number for number, line in enumerate(lines) if line.startswith("shadowkv ")]
     gpu_step = read_card("shadowkv").gpu_step
-    assert " ".join(lines[row].split()) == f"shadowkv no yes yes {gpu_step} O(B + L·r/w + L/p + g) 2410.21465"
+    assert " ".join(lines[row].split()) == f"shadowkv no yes yes {gpu_step} O(B+L·r/w+L/p+g) 2410.21465"
     assert lines[row + 1] == f"  {get_method('shadowkv').title}"
     assert lines[row + 2] == "  profiles shadowkv, shadowkv-plus"
 

@@ -54,7 +54,7 @@ def test_an_audit_changes_no_text_and_says_which_steps_it_looked_at(checkpoint):
     assert short["kl"] == pytest.approx(0, abs=1e-9)
     assert json.loads(audited.to_json())["sequences"][0]["fidelity"] == long
     rows = dict(fidelity_rows(long))
-    assert rows["audit"].startswith("4 of the steps")
+    assert rows["audit"] == "4 steps, one in 3, compared with full attention"
     assert f"{long['mass']:.2%}" in rows["attention"]
     assert "4 / 4" in dict(fidelity_rows(short))["next token"]
     table = batch_tables(audited, ["a", "b"])[-1]

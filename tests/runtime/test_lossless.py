@@ -14,6 +14,7 @@ from kvcli.methods import get_method, method_names
 from kvcli.runtime import lossless as steps
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
+from kvcli.ui.summary import sequence_rows
 
 STEPS = 16
 DRAFTS = 3
@@ -132,6 +133,9 @@ def test_from_python_with_what_it_held():
     assert plain.to_dict()["sequences"][0]["drafts"] is None
     drafts = json.loads(json.dumps(checked.to_dict()))["sequences"][0]["drafts"]
     assert drafts.keys() == {"passes", "drafted", "accepted"}
+    rows = dict(sequence_rows(checked.report, checked.report.sequences[0]))
+    assert "a pass, with its drafts" in rows["decode"]
+    assert "step" not in f"{rows['decode']} {rows['to host']}"
     held = [answer.to_dict()["memory"] for answer in (plain, full, checked)]
     assert held[2]["host_kv_bytes"] == held[0]["host_kv_bytes"]
     assert held[2]["device_kv_bytes"] == held[0]["device_kv_bytes"] + held[1]["device_kv_bytes"]

@@ -51,11 +51,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The model of a plan: its config, and its shapes and sizes in `dtype`, or in a form of weights."""
+    """The model of a plan: its config, and its shapes and sizes in `dtype`, or in a form of weights.
+
+    `path` has its files, if there are any.
+    """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     geometry: ModelGeometry
+    path: Path | None = None
 
     @property
     def weights(self) -> str:
@@ -76,7 +80,7 @@ class PlannedRun:
         Raises:
             KvcliError: the architecture is not supported.
         """
-        return cls(config, dtype, describe(config, dtype, form, path))
+        return cls(config, dtype, describe(config, dtype, form, path), path)
 
 
 @dataclass(frozen=True)

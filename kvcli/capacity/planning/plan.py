@@ -6,7 +6,7 @@ Memory is counted as `generate` counts it before it refuses a run (`kvcli.capaci
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvcli.capacity.disk import disk_tier
 from kvcli.capacity.memory import RUNTIME_BYTES, Need
 from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Times, estimate
 from kvcli.capacity.planning.probe import PROMPT
+from kvcli.capacity.smaller import SmallerForm, smaller_forms, that_fit
 from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import Profile
 from kvcli.kv.recurrent import state_marks
@@ -33,7 +34,8 @@ class CapacityPlan:
     every context up to `LONGEST` fits. `bound` is True if the prompt decides how much KV is kept, and `need` has the
     upper bound. `disk` is the bytes of the prompts' saved KV, `disk_rate` the bytes that a disk reads in a second, if
     given. `tier` is the disk below host memory, if there is one, with `disk_free` bytes. `weights` is the form that
-    weights are brought into on loading, `placement` the devices of layers, if there are several.
+    weights are brought into on loading, `placement` the devices of layers, if there are several. Where the run does not
+    fit, it would with one of the options of the model in `fits_with`.
     """
 
     label: str
@@ -53,6 +55,7 @@ class CapacityPlan:
     disk_free: int | None = None
     weights: str = "auto"
     placement: Placement | None = None
+    fits_with: tuple[str, ...] = ()
 
     @property
     def load_seconds(self) -> float | None:
@@ -89,6 +92,7 @@ class CapacityPlan:
             },
             "disk": {"bytes": self.disk, "load_ms": None if self.load_seconds is None else 1000 * self.load_seconds},
             "fits": self.fits,
+            **({} if self.fits else {"fits_with": self.fits_with}),
             "longest_context": self.longest,
             "times": None if self.times is None else _times(self.times),
             "basis": {
@@ -138,12 +142,27 @@ def plan(
     """
     if disk is not None and not any(profile.settings.on_host for _, profile in profiles):
         disk_tier(disk, profiles[0][1], machine.device, 1)
+    forms: list[SmallerForm] | None = None
     for (label, profile), context, batch in product(profiles, contexts, batches):
         tier = disk_free = None
         if disk is not None and profile.settings.on_host:
             tier = disk_tier(disk, profile, machine.device, batch, machine.free["host"])
             disk_free = shutil.disk_usage(tier.folder).free
-        yield plan_one(subject, machine, label, profile, context, batch, max_tokens, tier, disk_free, disk_rate)
+        found = plan_one(subject, machine, label, profile, context, batch, max_tokens, tier, disk_free, disk_rate)
+        if not found.fits and machine.placement is None:
+            forms = forms or [*smaller_forms(subject.config, subject.dtype, subject.geometry, subject.path)]
+            found = replace(found, fits_with=_fits_with(forms, found, machine))
+        yield found
+
+
+def _fits_with(forms: Sequence[SmallerForm], plan: CapacityPlan, machine: Machine) -> tuple[str, ...]:
+    """Return the options of the model with which a plan would fit."""
+
+    def fits(form: SmallerForm) -> bool:
+        sizes = (plan.profile, form.geometry, form.dtype, {plan.context: plan.batch}, plan.max_tokens, 1)
+        return memory.fits(memory.need(*sizes, device=machine.place, disk=plan.tier).on(machine.place), plan.free)
+
+    return tuple(that_fit(forms, fits))
 
 
 def plan_one(

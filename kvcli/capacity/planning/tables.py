@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.capacity.planning.plan import LONGEST, CapacityPlan
 from kvcli.capacity.roofline import MachineRates, rate_rows
+from kvcli.capacity.smaller import in_words
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, duration, without_empty_columns
 
@@ -28,6 +29,7 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
     for plan in {(plan.context, plan.batch): plan for plan in plans}.values():
         loads = "" if plan.load_seconds is None else f", loaded in {plan.load_seconds:,.3g} s"
         saved.append(f"{format_bytes(plan.disk)} for {plan.batch} x {plan.context:,} tokens{loads}")
+    rows += [("fits with", f"{_named(plan)}: {in_words(plan.fits_with)}") for plan in plans if plan.fits_with]
     rows.append(("saved KV", "; ".join(saved)))
     if (placement := plans[0].placement) is not None:
         parts = (f"{piece.label}, {format_bytes(piece.weights)} of weights" for piece in placement.pieces)
@@ -56,7 +58,11 @@ def _time_notes(plans: Sequence[CapacityPlan]) -> list[tuple[str, str]]:
     """Say on what the times of each row are based, once if that is the same for all."""
     if len({plan.time_basis for plan in plans}) == 1:
         return [("times", plans[0].time_basis)]
-    return [("times", f"{plan.label} at {plan.context:,}, batch {plan.batch}: {plan.time_basis}") for plan in plans]
+    return [("times", f"{_named(plan)}: {plan.time_basis}") for plan in plans]
+
+
+def _named(plan: CapacityPlan) -> str:
+    return f"{plan.label} at {plan.context:,}, batch {plan.batch}"
 
 
 def _overview(plans: Sequence[CapacityPlan]) -> Table:
@@ -92,7 +98,7 @@ def _overview(plans: Sequence[CapacityPlan]) -> Table:
         "roofline",
         "tokens/s",
     )
-    return without_empty_columns(Table(columns, rows))
+    return without_empty_columns(Table(columns, rows, keys=3))
 
 
 def _memory(plan: CapacityPlan) -> Table:
@@ -110,7 +116,7 @@ def _memory(plan: CapacityPlan) -> Table:
         ("runtime", format_bytes(RUNTIME_BYTES), "allowed for"),
         *((f"free, {pool}", format_bytes(size), "") for pool, size in plan.free.items()),
     ]
-    return Table(("part", "size", ""), rows)
+    return Table(("part", "size", ""), rows, texts=("",))
 
 
 def _phases(plan: CapacityPlan) -> Table:

@@ -175,6 +175,7 @@ def curve_table(points: Sequence[Point], choice: ChosenPoint, relative: bool) ->
     keys = list(points[0].settings)
     columns = (
         *(key.replace("_", " ") for key in keys),
+        "",
         "loss, at most",
         "added, at most",
         "same token",
@@ -186,11 +187,11 @@ def curve_table(points: Sequence[Point], choice: ChosenPoint, relative: bool) ->
         "waited for",
         "moved",
         "device KV",
-        "",
     )
     rows = [
         (
             *(value_text(point.settings[key]) for key in keys),
+            "chosen" if point is choice.point else "",
             f"{point.loss:.3g} ≤{point.loss_bound:.3g}",
             f"{point.added:.3g} ≤{point.added_bound:.3g}" if relative else "-",
             _part(point.agreement),
@@ -202,11 +203,10 @@ def curve_table(points: Sequence[Point], choice: ChosenPoint, relative: bool) ->
             format_bytes(point.bytes_exposed),
             format_bytes(point.bytes_to_device),
             format_bytes(point.device_kv_bytes),
-            "chosen" if point is choice.point else "-",
         )
         for point in points
     ]
-    return without_empty_columns(Table(columns, rows))
+    return without_empty_columns(Table(columns, rows, keys=len(keys), texts=("",)))
 
 
 def figure_tables(figures: dict[str, Any]) -> list[tuple[str, Table]]:

@@ -146,9 +146,23 @@ VOCABULARY: tuple[str, ...] = tuple(
 
 
 def sentence(rng: random.Random, slots: Mapping[str, Sequence[str]] = SLOTS) -> str:
-    """Return one sentence of filler, without surrounding spaces, its slots filled from `slots`."""
-    template = rng.choice(_TEMPLATES)
-    return re.sub(r"\{(\w+)\}", lambda slot: rng.choice(slots[slot.group(1)]), template)
+    """Return one sentence of filler, without surrounding spaces, its slots filled from `slots`.
+
+    After "a" a word that begins with a vowel gives way to the next one of its slot: "an" is no word of the grammar.
+    """
+    return re.sub(r"(\b[Aa] )?\{(\w+)\}", lambda slot: _filled(slot, rng, slots), rng.choice(_TEMPLATES))
+
+
+def _filled(slot: re.Match[str], rng: random.Random, slots: Mapping[str, Sequence[str]]) -> str:
+    article, words = slot[1] or "", slots[slot[2]]
+    at = rng.randrange(len(words))
+    if not article:
+        return words[at]
+    return article + next((word for word in (*words[at:], *words) if not _AFTER_AN.match(word)), words[at])
+
+
+_AFTER_AN = re.compile("[aeio]|u(?!se)")
+"""Words of the slots that go with "an": not "useful"."""
 
 
 def sentences(rng: random.Random, tokens: int, count_tokens: Callable[[str], int]) -> list[str]:

@@ -239,6 +239,13 @@ def test_filler_says_only_words_of_the_vocabulary():
     assert len(words) > 0.95 * len(VOCABULARY)
 
 
+def test_an_article_goes_with_its_word():
+    rng = random.Random(0)
+    found = re.findall(r"\b[Aa] (\w+)", " ".join(sentence(rng) for _ in range(5000)))
+    assert {word for word in found if word[0] in "aeiou"} <= {"useful"}
+    assert {"useful", "small", "nurse"} <= set(found)
+
+
 def test_filler_stays_within_its_tokens():
     text = sentences(random.Random(1), 313, count_tokens)
     assert 280 < sum(count_tokens(" " + part) for part in text) <= 313
