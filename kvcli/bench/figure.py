@@ -1,7 +1,10 @@
 """A profile as one picture: the phases of a step, or the time of a step over several contexts."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import altair as alt
 
@@ -9,6 +12,9 @@ from kvcli.bench.html import case_title, parts_chart
 from kvcli.bench.report import Case, ProfileReport
 from kvcli.capacity.roofline import PHASES
 from kvcli.ui.figure import ROW, Figure, Point, legend_columns, line_chart, picture, places_of
+
+if TYPE_CHECKING:
+    from kvcli.ui.figure import Drawn
 
 
 def figure(report: ProfileReport, path: Path) -> Figure | None:
@@ -27,7 +33,7 @@ def figure(report: ProfileReport, path: Path) -> Figure | None:
     return Figure(picture(charts, path), notes if missing else [])
 
 
-def _over_contexts(cases: Sequence[Case], report: ProfileReport) -> list[alt.LayerChart]:
+def _over_contexts(cases: Sequence[Case], report: ProfileReport) -> list[Drawn]:
     places = places_of(sorted({case.context for case in cases}))
     charts = []
     for batch in report.options["batch_sizes"]:
@@ -43,10 +49,12 @@ def _over_contexts(cases: Sequence[Case], report: ProfileReport) -> list[alt.Lay
     return charts
 
 
-def _phases(cases: Sequence[Case], report: ProfileReport) -> alt.LayerChart:
-    present = {part.phase for case in cases if case.breakdown for part in case.breakdown.parts if part.ms}
+def _phases(cases: Sequence[Case], report: ProfileReport) -> Drawn:
+    present = {
+        part.phase for case in cases if case.breakdown for part in case.breakdown.parts if part.ms or part.hidden_ms
+    }
     phases = [phase for phase in PHASES if phase in present]
     legend = alt.Legend(columns=legend_columns(phases), values=phases)
     named = [(case_title(case, report), case) for case in cases]
-    chart: alt.LayerChart = parts_chart(named, legend, alt.Axis(labelOverlap=False)).properties(height=alt.Step(ROW))
+    chart: Drawn = parts_chart(named, legend, alt.Axis(labelOverlap=False)).properties(height=alt.Step(ROW))
     return chart

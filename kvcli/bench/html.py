@@ -137,7 +137,7 @@ def _load(case: Case) -> str:
 
 def parts_chart(
     named: Sequence[tuple[str, Case]], legend: alt.Legend | None = None, names: alt.Axis = _NAMES
-) -> alt.LayerChart:
+) -> alt.LayerChart | alt.FacetChart:
     """Draw one bar of phases for each case, with its roofline as a mark across."""
     rows: list[dict[str, Any]] = []
     rooflines: list[dict[str, Any]] = []
@@ -170,8 +170,7 @@ def parts_chart(
             x="roofline:Q", y=across, tooltip=["case:N", alt.Tooltip("roofline:Q", format=".3f", title="roofline, ms")]
         )
     )
-    layered: alt.LayerChart = alt.layer(bars, ticks).properties(height=alt.Step(_ROW))
-    return layered
+    return alt.layer(bars, ticks).properties(height=alt.Step(_ROW))
 
 
 def context_chart(cases: Sequence[Case]) -> alt.LayerChart | alt.FacetChart:

@@ -26,7 +26,9 @@ from kvcli.errors import usage_error
 from kvcli.ui.html import chart_of, check_installed, colour
 
 if TYPE_CHECKING:
-    from altair import Chart, LayerChart
+    from altair import FacetChart, LayerChart
+
+    Drawn = LayerChart | FacetChart
 
 FORMATS = (".svg", ".pdf", ".png")
 WIDTH = 238  # 3.3 inches: a column of most papers in two columns
@@ -34,7 +36,7 @@ ROW = 13  # height of a bar and its label
 _HEIGHT, _LOW_HEIGHT = 140, 95  # of a chart by itself, and of one among others
 _PIXELS = 300  # of a PNG, to an inch
 _LETTER, _KEY = 4.1, 20  # widths in a legend: of a letter, about, and of what stands before a name
-_SPREAD = 0.3  # part of the distance between two places over which the methods at one place are spread
+_APART, _SPREAD = 0.04, 0.3  # parts of the distance of two places: of two methods at one place, and of all at most
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
 _CONFIG: dict[str, Any] = {
     "background": "white",
@@ -64,6 +66,7 @@ _CONFIG: dict[str, Any] = {
         "direction": "horizontal",
         "symbolType": "square",
         "symbolSize": 36,
+        "symbolOpacity": 1,
         "columnPadding": 6,
         "rowPadding": 1,
         "offset": 6,
@@ -130,7 +133,7 @@ def line_chart(
     reference: str | None = None,
     log: bool = False,
     title: str = "",
-) -> LayerChart:
+) -> Drawn:
     """Draw a line of each series over the places, with error bars; the `reference` is dashed.
 
     Points of several series at one place stand slightly apart. With `log` the figures, all above 0, are on a
@@ -142,7 +145,8 @@ def line_chart(
     where = {place.value: place.at for place in places}
     stands = sorted(where.values())
     gap = min((later - earlier for earlier, later in pairwise(stands)), default=1.0)
-    apart = {name: _SPREAD * gap * ((at + 0.5) / len(series) - 0.5) for at, name in enumerate(series)}
+    spread = gap * min(_SPREAD, _APART * len(series))
+    apart = {name: spread * ((at + 0.5) / len(series) - 0.5) for at, name in enumerate(series)}
     floor = min((point.value for point in points), default=0.0) / 2 if log else -math.inf
     rows = [
         vars(point) | {"place": where[point.place] + apart[point.series], "low": max(point.low, floor)}
@@ -158,32 +162,41 @@ def line_chart(
     )
     scale = alt.Scale(type="log", nice=False) if log else alt.Scale(zero=False)
     low, value = (
-        alt.Y(f"{name}:Q", title=up, scale=scale, axis=alt.Axis(tickCount=5, format="~g")) for name in ("low", "value")
+        alt.Y(f"{name}:Q", title=up, scale=scale, axis=alt.Axis(tickCount=5, format="~r")) for name in ("low", "value")
     )
     shade, shape = _told_apart(series, reference)
-    dashes = [[3, 2] if name == reference else [1, 0] for name in series]
-    dash = alt.StrokeDash("series:N", legend=None, scale=alt.Scale(domain=series, range=dashes))
     base = chart_of(rows).encode(x=x, color=shade)
     bars = base.mark_rule(strokeWidth=0.8, opacity=0.6).encode(y=low, y2="high:Q")
-    lines = base.mark_line(strokeWidth=1.2).encode(y=value, strokeDash=dash)
+    lines = base.mark_line(strokeWidth=1.2).encode(y=value).transform_filter(alt.datum.series != reference)
     marks = base.mark_point(filled=True, opacity=1, size=22).encode(y=value, shape=shape)
-    layered: LayerChart = alt.layer(bars, lines, marks)
+    true = [row for row in rows if row["series"] == reference]
+    dashed: dict[str, Any] = {"strokeWidth": 1.2, "strokeDash": [3, 2], "color": "var(--ink)"}
+    if len({row["value"] for row in true}) == 1:  # all the way across
+        last = chart_of(true[:1]).mark_rule(**dashed).encode(y=value)
+    else:
+        last = chart_of(true).mark_line(**dashed).encode(x=x, y=value)
+    layered: Drawn = alt.layer(bars, lines, marks, last)
     return layered.properties(title=title) if title else layered
 
 
-def dot_chart(points: Sequence[Point], across: str, reference: str | None = None) -> LayerChart:
+def dot_chart(points: Sequence[Point], across: str, reference: str | None = None) -> Drawn:
     """Draw a row of each series, its figure with an error bar; a dashed line goes through that of the `reference`."""
     import altair as alt
 
     series = list(dict.fromkeys(point.series for point in points))
     rows = [vars(point) for point in points]
     low, value = (
-        alt.X(f"{name}:Q", title=across, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5, format="~g"))
+        alt.X(f"{name}:Q", title=across, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5, format="~r"))
         for name in ("low", "value")
     )
     shade, shape = (each.legend(None) for each in _told_apart(series, reference))
     base = chart_of(rows).encode(
-        y=alt.Y("series:N", title=None, sort=None, axis=alt.Axis(labelOverlap=False, domain=False, ticks=False)),
+        y=alt.Y(
+            "series:N",
+            title=None,
+            sort=None,
+            axis=alt.Axis(labelOverlap=False, domain=False, ticks=False, labelPadding=6),
+        ),
         color=shade,
     )
     bars = base.mark_rule(strokeWidth=1).encode(x=low, x2="high:Q")
@@ -191,11 +204,11 @@ def dot_chart(points: Sequence[Point], across: str, reference: str | None = None
     line = chart_of([row for row in rows if row["series"] == reference]).mark_rule(
         strokeWidth=0.8, strokeDash=[3, 2], color="var(--ink)"
     )
-    layered: LayerChart = alt.layer(line.encode(x=value), bars, marks)
+    layered: Drawn = alt.layer(line.encode(x=value), bars, marks)
     return layered.properties(height=alt.Step(ROW))
 
 
-def picture(charts: Sequence[Chart | LayerChart], path: Path) -> str | bytes:
+def picture(charts: Sequence[Drawn], path: Path) -> str | bytes:
     """Return the file: the charts one below the other with one legend, in the format that the path's ending names."""
     import altair as alt
     import vl_convert

@@ -247,7 +247,7 @@ def test_a_picture_is_made_in_every_format(suffix, start):
 
 def test_a_picture_of_one_context_is_a_bar_of_phases_for_each_case():
     texts, notes = picture_of(report(case(), case("freekv", ms=1.0, offloaded=True, hidden=0.5), FAILED, PEER))
-    assert {"full", "freekv", "freekv, overlapped", "attention", "host", "milliseconds a step"} <= set(texts)
+    assert {"full", "freekv", "freekv, overlapped", "attention", "recall", "host", "milliseconds a step"} <= set(texts)
     assert "sampling" not in texts
     assert notes == ["a.svg does not show quest, transformers, of which it has no phases"]
 

@@ -33,7 +33,7 @@ def test_methods_are_told_apart_by_colour_and_shape_and_stand_apart():
     marks = chart["layer"][2]["encoding"]
     looks = set(zip(marks["color"]["scale"]["range"], marks["shape"]["scale"]["range"], strict=True))
     assert len(looks) == 13
-    at = [row["place"] for row in chart["data"]["values"]]
+    at = [row["place"] for row in chart["layer"][2]["data"]["values"]]
     assert len(set(at)) == len(at)
 
 

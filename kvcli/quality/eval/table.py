@@ -163,8 +163,8 @@ def results(
         by_place[place].append(prediction)
     full, found = full_of(variants), []
     for cell in cells:
-        place = cell.task, cell.length, cell.depth
-        every = {variant.label: _whole(by_place[*place, variant.label], samples) for variant in variants}
+        where = cell.task, cell.length, cell.depth
+        every = {variant.label: _whole(by_place[*where, variant.label], samples) for variant in variants}
         compared = every[full.label] if full is not None else []
         fails = fails_by(cell.metric, _figures(compared)[0]) if compared else None
         for label, given in every.items():
@@ -174,7 +174,10 @@ def results(
                 cut = {each.index: each.cut_tokens for each in given if each.cut_tokens}
                 found.append(
                     CellScore(
-                        *(label, *place, cell.metric, score, passes, costs),
+                        *(label, *where, cell.metric),
+                        score=score,
+                        pass_at=passes,
+                        cost=costs,
                         closeness=_closeness(given),
                         cut=len(cut),
                         cut_tokens=max(cut.values(), default=0),
