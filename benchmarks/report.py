@@ -24,6 +24,7 @@ from kvcli.inputs.variants import variants
 from kvcli.methods import method_names
 from kvcli.models.loading import ModelSpec
 from kvcli.quality.eval import layout
+from kvcli.quality.eval.estimate import mean
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.html import page
 from kvcli.quality.eval.suite import EvaluationPlan
@@ -61,7 +62,7 @@ def answers(table: EvaluationTable) -> str:
                 _row(
                     (
                         f"`{variant}`",
-                        layout.number(layout.mean(list(scores.values()))),
+                        layout.number(mean(list(scores.values()))),
                         format_bytes(cost.device_kv_bytes),
                         format_bytes(cost.bytes_to_device_step or 0),
                         "-" if cost.step_ms is None else f"{cost.step_ms:.1f}",

@@ -68,7 +68,7 @@ def facts(report: ProfileReport) -> list[tuple[str, object]]:
 
 
 def _parts(made: Page, report: ProfileReport) -> None:
-    named = [(_name(case, report), case) for case in report.cases if case.breakdown is not None]
+    named = [(case_title(case, report), case) for case in report.cases if case.breakdown is not None]
     if named:
         made.section("Phases of a step", "From separate runs with clocks inside. The phases add up to the step.")
         roofline = "The mark across is the roofline: the bytes and operations of the step at the rates measured here."
@@ -121,7 +121,8 @@ def _share(made: Page, case: Case, name: str, meaning: str, part: str, whole: st
     made.charts(zip((heads, steps), captions, strict=True))
 
 
-def _name(case: Case, report: ProfileReport) -> str:
+def case_title(case: Case, report: ProfileReport) -> str:
+    """Name a case by its label, and by its context and batch size where those differ."""
     parts = [case.label]
     if len(report.options["contexts"]) > 1:
         parts.append(f"{case.context // 1024}K" if case.context % 1024 == 0 else f"{case.context:,}")
@@ -134,7 +135,9 @@ def _load(case: Case) -> str:
     return f"{case.context:,} tokens, batch {case.batch}"
 
 
-def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.FacetChart:
+def parts_chart(
+    named: Sequence[tuple[str, Case]], legend: alt.Legend | None = None, names: alt.Axis = _NAMES
+) -> alt.LayerChart | alt.FacetChart:
     """Draw one bar of phases for each case, with its roofline as a mark across."""
     rows: list[dict[str, Any]] = []
     rooflines: list[dict[str, Any]] = []
@@ -148,14 +151,14 @@ def parts_chart(named: Sequence[tuple[str, Case]]) -> alt.LayerChart | alt.Facet
                 rows.append(overlapped)
         if case.floor_ms is not None:
             rooflines.append({"case": name, "roofline": case.floor_ms})
-    across = alt.Y("case:N", title=None, sort=None, axis=_NAMES)
+    across = alt.Y("case:N", title=None, sort=None, axis=names)
     bars = (
         chart_of(rows)
         .mark_bar(height={"band": 0.75})
         .encode(
             x=alt.X("ms:Q", title="milliseconds a step", axis=_MILLISECONDS),
             y=across,
-            color=coloured("phase:N", PHASES, title=None),
+            color=coloured("phase:N", PHASES, title=None, legend=legend or alt.Legend()),
             order="order:Q",
             tooltip=["case:N", "phase:N", alt.Tooltip("ms:Q", format=".3f")],
         )

@@ -75,7 +75,7 @@ def evaluate(
         ),
     ],
     template: options.Template,
-    output: Annotated[Scored, options.Some("predictions json output html quiet debug")],
+    output: Annotated[Scored, options.Some("predictions json output html figure quiet debug")],
 ) -> None:
     """Measure the answers of methods on long-context tasks.
 
@@ -100,7 +100,7 @@ def evaluate(
     141 stdout was closed.
     """
     check_files(
-        {"-o": output.output, "--html": output.html, "--predictions": output.predictions},
+        {"-o": output.output, "--html": output.html, "--figure": output.figure, "--predictions": output.predictions},
         model,
         documents=[each for task in asked.tasks.split(",") for each in (task, task.partition(":")[2]) if each],
         profiles=names(chosen.profile, "--profile"),
@@ -154,6 +154,11 @@ def evaluate(
         from kvcli.quality.eval.html import page
 
         writer.file(output.html, page(table))
+    if output.figure is not None:
+        from kvcli.quality.eval.figure import figure
+
+        for line in writer.picture(output.figure, figure(table, output.figure)):
+            observer.notice(line)
     writer.finish()
     if not table.complete:
         where = (
@@ -167,9 +172,9 @@ def evaluate(
 
 def _text(table: EvaluationTable, to_file: bool) -> str:
     """Format the table for people, with the needle grid's heat maps below it."""
-    from kvcli.quality.eval.layout import heat_maps, tables
+    from kvcli.quality.eval.layout import heat_maps, notes, tables
     from kvcli.ui import console
 
-    text = console.render_tables(tables(table), to_file)
+    text = console.render_tables(tables(table), to_file, notes(table))
     maps = heat_maps(table)
     return text + console.render_heat_maps(maps, to_file) if maps else text

@@ -21,6 +21,7 @@ from kvcli.ui.escape import visible
 if TYPE_CHECKING:
     from kvcli.inputs.options import ModelOptions
     from kvcli.ui.console import RunConsole
+    from kvcli.ui.figure import Figure
 
 
 def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str] = ()) -> None:
@@ -31,7 +32,7 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str
 
     Raises:
         KvcliError: an output cannot be written as a file, is named twice, or is read by the same run (usage); a page
-            cannot be drawn here (usage); stdout is closed (runtime).
+            or a picture cannot be drawn here (usage); stdout is closed (runtime).
     """
     seen: dict[tuple[int, int] | Path, str] = {}
     for option, path in outputs.items():
@@ -52,6 +53,10 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str
         from kvcli.ui.html import check_installed
 
         check_installed()
+    if (figure := outputs.get("--figure")) is not None:
+        from kvcli.ui.figure import check_figure
+
+        check_figure(figure)
     if "-o" in outputs and outputs["-o"] is None and stdout_is_closed():
         raise KvcliError("standard output is closed", "redirect it to a file, or name a file with -o")
 
@@ -195,6 +200,12 @@ class OutputWriter:
             self.failures.append(error)
             return False
         return True
+
+    def picture(self, path: Path, drawn: Figure | None) -> list[str]:
+        """Write a picture, if there is anything to draw; return the notes on it."""
+        if drawn is None:
+            return [f"{path} was not written: there is nothing to draw"]
+        return drawn.notes if self.file(path, drawn.content) else []
 
     def finish(self) -> None:
         """Report what could not be written, once everything else is.

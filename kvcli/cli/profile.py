@@ -54,7 +54,7 @@ def profile(
     chosen: Annotated[options.Compared, options.Some("method profile set kv_dtype ablate")],
     disk: options.DiskOptions | None,
     runs: Runs,
-    output: Annotated[Measured, options.Some("html trace nvtx json output quiet debug")],
+    output: Annotated[Measured, options.Some("html figure trace nvtx json output quiet debug")],
 ) -> None:
     """Measure the time of a decode step, its phases, and its distance from the roofline.
 
@@ -71,7 +71,7 @@ def profile(
 
     html, trace = output.html, output.trace
     check_files(
-        {"-o": output.output, "--trace": trace, "--html": html},
+        {"-o": output.output, "--trace": trace, "--html": html, "--figure": output.figure},
         model,
         documents=[load.file] if load.file else (),
         profiles=names(chosen.profile, "--profile"),
@@ -121,6 +121,11 @@ def profile(
         from kvcli.bench.html import page
 
         writer.file(html, page(outcome))
+    if output.figure is not None:
+        from kvcli.bench.figure import figure
+
+        for line in writer.picture(output.figure, figure(report, output.figure)):
+            observer.notice(line)
     writer.finish()
     if not report.finished:
         kept = "what was measured up to here was kept" if report.cases else "nothing was measured yet"

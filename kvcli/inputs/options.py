@@ -585,6 +585,7 @@ class Output:
     as_json: bool = OUTPUT.flag("--json", "One JSON object instead of text.")
     output: Path | None = OUTPUT(None, "--output -o", "FILE", "Write to FILE instead of stdout.", output_file)
     html: Path | None = OUTPUT(None, "--html", "FILE", "Also write a page with charts, one offline file.")
+    figure: Path | None = OUTPUT(None, "--figure", "FILE", "Also draw one picture for a paper: .svg, .pdf or .png.")
     quiet: bool = OUTPUT.flag("--quiet -q", "Only the result: no progress or notes.", env=True)
     verbose: bool = OUTPUT.flag("--verbose -v", "Settings, versions and per-layer counts as well.", env=True)
     debug: bool = OUTPUT.flag("--debug", "Show the traceback of an error.", env=True)

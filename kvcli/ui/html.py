@@ -136,11 +136,11 @@ def labelled(known: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name.replace("_", " "), value) for name, value in known.items()]
 
 
-def check_installed() -> None:
-    """Refuse at once if charts cannot be made. Raises KvcliError (usage)."""
+def check_installed(wanted: str = "an HTML page") -> None:
+    """Refuse at once if the charts of what is `wanted` cannot be made. Raises KvcliError (usage)."""
     missing = [name for name in ("altair", "vl_convert") if find_spec(name) is None]
     if missing:
-        raise usage_error(f"an HTML page needs {missing[0]}, which is not installed", "pip install 'kvcli[html]'")
+        raise usage_error(f"{wanted} needs {missing[0]}, which is not installed", "pip install 'kvcli[html]'")
 
 
 class Page:

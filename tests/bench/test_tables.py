@@ -1,12 +1,15 @@
-"""A profile as tables and as a page."""
+"""A profile as tables, as a page and as a picture."""
 
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from pictures import texts_of
 from reports import FAILED, PEER, PHASES, case, profile_of
 
+from kvcli.bench.figure import figure
 from kvcli.bench.html import page
 from kvcli.bench.profiler import Outcome, case_name
 from kvcli.bench.report import headline, notes, parts_table, steps_table, tables
@@ -155,3 +158,37 @@ def test_what_there_is_nothing_of_is_left_out(shown):
     html, charts = shown(PEER)
     assert charts == []
     assert "transformers" in html
+
+
+def picture_of(made):
+    """The texts of a picture as SVG, and the notes on it."""
+    content, notes = figure(made, Path("a.svg"))
+    return texts_of(content), notes
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".svg", "<svg"), (".pdf", b"%PDF"), (".png", b"\x89PNG")])
+def test_a_picture_is_made_in_every_format(suffix, start):
+    assert figure(profile_of(case(), case("freekv", ms=1.0)), Path("a" + suffix)).content.startswith(start)
+
+
+def test_a_picture_of_one_context_is_a_bar_of_phases_for_each_case():
+    texts, notes = picture_of(profile_of(case(), case("freekv", ms=1.0, offloaded=True, hidden=0.5), FAILED, PEER))
+    assert {"full", "freekv", "freekv, overlapped", "attention", "recall", "host", "milliseconds a step"} <= set(texts)
+    assert "sampling" not in texts
+    assert notes == ["a.svg does not show quest, transformers, of which it has no phases"]
+
+
+def test_a_picture_of_several_contexts_is_a_line_for_each_method_and_a_chart_for_each_batch():
+    cases = [
+        case(label, context, batch, ms=context / 1024)
+        for context in (1024, 4096)
+        for batch in (1, 2)
+        for label in ("full", "freekv", *(f"method {i}" for i in range(10)))
+    ]
+    texts, notes = picture_of(profile_of(*cases, replace(FAILED, context=4096)))
+    assert {"context, tokens", "1K", "4K", "step, ms", "batch 1", "batch 2", "full", "method 9"} <= set(texts)
+    assert notes == ["a.svg does not show quest · 4K · batch 1, of which it has no time"]
+
+
+def test_no_picture_is_drawn_where_nothing_was_measured():
+    assert figure(profile_of(FAILED), Path("a.svg")) is None

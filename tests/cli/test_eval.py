@@ -185,3 +185,13 @@ def test_the_file_of_a_task_is_not_written_over(warm, tmp_path, asked, name):
     file.write_text("{}\n")
     assert_refused(warm("eval", "--tasks", f"{asked}{file}", "-o", file, "-q"), 2, "would overwrite", name)
     assert file.read_text() == "{}\n"
+
+
+def test_a_picture_is_drawn_in_a_form_that_is_known(warm, tmp_path):
+    picture = tmp_path / "scores.svg"
+    named = ["--length", "300", "--limit", "1", "--method", "full,quest", "--budget", "96,128", *SMALL]
+    result = warm("eval", "--tasks", "niah_single", *named, "--figure", picture)
+    assert result.returncode == 0, result.stderr
+    assert picture.read_text().startswith("<svg")
+    assert f"{picture} shows niah_single; bars are 95 % intervals" in " ".join(result.stderr.split())
+    assert_refused(warm("eval", "--tasks", "vt", "--figure", "a.jpg", "-q"), 2, "--figure a.jpg", ".svg, .pdf, .png")

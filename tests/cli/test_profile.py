@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from command import assert_refused
 from families import tiny_checkpoint
+from pictures import texts_of
 
 from kvcli.bench.report import Case, ProfileReport
 from kvcli.cli.profile import exit_code
@@ -26,10 +27,12 @@ def profile(tmp_path_factory, warm):
 def written(profile, tmp_path_factory):
     """One run that writes everything."""
     directory = tmp_path_factory.mktemp("profile")
-    files = {name: directory / name for name in ("out.json", "trace.json", "page.html")}
+    files = {name: directory / name for name in ("out.json", "trace.json", "page.html", "times.svg")}
     arguments = ["--method", "full,freekv", *SMALL, "--context", "200,300", "--batch-size", "1,2", *QUICK]
     arguments += ["--ablate", "--peers", "--json", "-o", files["out.json"]]
-    result = profile(*arguments, "--trace", files["trace.json"], "--html", files["page.html"])
+    result = profile(
+        *arguments, "--trace", files["trace.json"], "--html", files["page.html"], "--figure", files["times.svg"]
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     return {name: file.read_text() for name, file in files.items()}
@@ -63,6 +66,10 @@ def test_the_page_stands_alone(written):
         assert f"<h2>{heading}</h2>" in page
     assert "src=" not in page.partition("<script>")[0]
     assert page.count('type="application/vega-lite+json"') >= 6
+
+
+def test_the_picture_has_the_methods(written):
+    assert {"full", "freekv, no speculation", "transformers", "batch 2"} <= set(texts_of(written["times.svg"]))
 
 
 def test_tables_and_notes_go_to_stdout(profile):

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import altair as alt
 
-from kvcli.quality.eval.layout import COST, heat_maps, mean, overview, tables
+from kvcli.quality.eval.estimate import mean
+from kvcli.quality.eval.layout import COST, heat_maps, notes, overview, tables
 from kvcli.quality.eval.suite import FED
 from kvcli.quality.eval.table import EvaluationTable, VariantCost
 from kvcli.ui.html import Page, chart_of, coloured, heat_map, labelled
@@ -36,11 +37,11 @@ def page(table: EvaluationTable) -> str:
         caption = "One without a budget has the same figure under every budget." if glance.repeated else ""
         made.chart(_scores(glance.heat_map()), f"Columns are tokens of the prompt and of the budget. {caption}".strip())
     else:
-        _add_scores(made, scores)
+        _add_scores(made, scores, table)
     rows = _trade_rows(table)
     curves = [row for row in rows if row["budget"] is not None]
     if len({row["budget"] for row in curves}) > 1:
-        what = "A line a method, its budgets from small to large; bars are a standard error."
+        what = "A line a method, its budgets from small to large; bars are 95 % intervals."
         made.section("Score against cost", f"{what} A click on a method's name shows it before the others.")
         made.charts((_curve(curves, *axis), f"Mean score against {axis[1]}.") for axis in _AXES)
     if rows:
@@ -53,7 +54,7 @@ def page(table: EvaluationTable) -> str:
         made.section("Needle grid", "Score in per cent by the depth of the needle and the tokens of the document.")
         made.charts((_scores(each), each.title) for each in maps)
     if many:
-        _add_scores(made, scores)
+        _add_scores(made, scores, table)
     made.section("Costs")
     made.tables(costs)
     made.section("Where this comes from")
@@ -61,9 +62,10 @@ def page(table: EvaluationTable) -> str:
     return made.render()
 
 
-def _add_scores(made: Page, scores: Sequence[tuple[str, Table]]) -> None:
+def _add_scores(made: Page, scores: Sequence[tuple[str, Table]], table: EvaluationTable) -> None:
     made.section("Scores")
     made.tables(scores)
+    made.facts(notes(table))
 
 
 def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
@@ -83,8 +85,8 @@ def _trade_rows(table: EvaluationTable) -> list[dict[str, Any]]:
                         "variant": variant.label,
                         "length": "files" if length is None else f"{length:,}",
                         "score": (score := mean([result.score for result in found])).value,
-                        "low": score.value - (score.stderr or 0.0),
-                        "high": score.value + (score.stderr or 0.0),
+                        "low": score.value if score.low is None else score.low,
+                        "high": score.value if score.high is None else score.high,
                         "attended": sum(read) / len(read),
                         "budget": variant.budget,
                         "device": (cost := VariantCost.sum([result.cost for result in found])).device_kv_bytes / 2**20,

@@ -1,21 +1,27 @@
 """A table of results as text: figures rounded, with their units; the console lays it out."""
 
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from kvcli.quality.eval.estimate import Estimate, by_task, mean
 from kvcli.quality.eval.suite import FED, FIDELITY, PERPLEXITY
-from kvcli.quality.eval.table import CellScore, Estimate, EvaluationTable, VariantCost
-from kvcli.ui.summary import HeatMap, Table, duration, percent, size_text, without_empty_columns
+from kvcli.quality.eval.table import FAILING, CellScore, EvaluationTable, VariantCost, fails_by
+from kvcli.ui.summary import HeatMap, Table, counted, duration, percent, size_text, without_empty_columns
 
 COST = "cost"
 """The beginning of the titles of the tables of costs."""
+MARK = "†"
+"""Stands after the name of a task that full attention itself fails."""
+_NARROW = 5  # points, below which bounds of an interval have a digit after the point
 
 
 def tables(table: EvaluationTable) -> list[tuple[str, Table]]:
-    """Return scores and costs of each length, one variant per row, and pass@k if there are several samples."""
+    """Return scores and costs of each length, one variant per row.
+
+    There are also differences from full attention where that has run, and pass@k if there are several samples.
+    """
     found = []
     for length in dict.fromkeys(result.length for result in table.results):
         everything = [result for result in table.results if result.length == length]
@@ -25,11 +31,36 @@ def tables(table: EvaluationTable) -> list[tuple[str, Table]]:
             own = [result for result in everything if result.task == task]
             found.append((f"{task}{where}: next token, against full attention; {_texts(own)}", _closeness(own)))
         if results:
-            found.append((f"score{where}: {_what(results)}", _scores(results)))
+            scores = [(result, result.score) for result in results]
+            found.append((f"score{where}: {_what(results)}", _scores(scores, share, _failed(table, length))))
+        if compared := [(result, result.difference) for result in results if result.difference is not None]:
+            what = _apart([result for result, _ in compared])
+            found.append((f"less full attention{where}: {what}", _scores(compared, signed)))
         if any(result.pass_at and result.depth is None for result in results):
-            found.append((f"one of k answers entirely right{where}: % ± standard error", _passes(results)))
+            found.append((f"one of k answers entirely right{where}: % (95 % interval)", _passes(results)))
         found.append((f"{COST}{where}: tokens attended per KV head, bytes, time", _costs(everything)))
     return found
+
+
+def notes(table: EvaluationTable) -> list[tuple[str, str]]:
+    """Explain the mark of tasks that full attention fails: labels with their texts; none without such a task."""
+    failed = []
+    for length in dict.fromkeys(result.length for result in table.results):
+        where = "" if length is None else f" at {length:,}"
+        failed += [f"{task}{where} ({score.value:.0f} %)" for task, score in _failed(table, length).items()]
+    if not failed:
+        return []
+    what = f"full attention itself scores less than {FAILING:.0f} %: the model fails the task, and a comparison of"
+    return [(MARK, f"{what} methods by it says little: {', '.join(failed)}")]
+
+
+def _failed(table: EvaluationTable, length: int | None) -> dict[str, Estimate]:
+    """Return the tasks of a length that full attention fails, over all depths, with its scores."""
+    label = None if table.full is None else table.full.label
+    own = [result for result in table.results if (result.variant, result.length) == (label, length)]
+    metrics = {result.task: result.metric for result in own}
+    scores = by_task((result.task, result.score) for result in own)
+    return {task: score for task, score in scores.items() if fails_by(metrics[task], score)}
 
 
 @dataclass(frozen=True)
@@ -97,28 +128,61 @@ def _what(results: Sequence[CellScore]) -> str:
     documents = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     depths = len({result.depth for result in results if result.depth is not None})
     grid = f" (and each of {depths} depths)" if depths else ""
-    perplexity = "; ppl is perplexity" if any(result.metric == PERPLEXITY for result in results) else ""
+    fed = [result.score for result in results if result.metric == PERPLEXITY]
+    perplexity = f"; ppl is perplexity ± standard error, {_over(fed)}" if fed else ""
     cut = max(result.cut for result in results)
-    middle = f", {cut:,} of them truncated in the middle" if cut else ""
-    return f"% ± standard error, documents a task: {documents}{middle}{grid}{perplexity}"
+    most = max(result.cut_tokens for result in results)
+    middle = f", {cut:,} of them truncated in the middle by up to {most:,} tokens" if cut else ""
+    return f"% (95 % interval), documents a task: {documents}{middle}{grid}{perplexity}"
+
+
+def _over(fed: Sequence[Estimate]) -> str:
+    """Say how many tokens, in how many texts, a figure is over; if cells differ, of the one with the most."""
+    most = max(fed, key=lambda each: each.tokens or 0)
+    return f"over {most.tokens:,} tokens in {counted(most.examples, 'text')}"
+
+
+def share(figure: Estimate) -> str:
+    """Return a value and its interval as text: "98.0 (86 to 100)", with a digit more if that is narrow."""
+    if figure.low is None or figure.high is None:
+        return number(figure)
+    digits = 0 if figure.high - figure.low >= _NARROW else 1
+    return f"{_rounded(figure.value)} ({figure.low:.{digits}f} to {figure.high:.{digits}f})"
+
+
+def signed(figure: Estimate) -> str:
+    """Return a difference as text: "-5.0 (-19 to +9)" with an interval, "+0.0050 ±0.0060" with a standard error."""
+    if figure.low is None or figure.high is None:
+        return ("+" if figure.value > 0 else "") + exact(figure)
+    digits = 0 if figure.high - figure.low >= _NARROW else 1
+    return f"{figure.value:+.1f} ({figure.low:+.{digits}f} to {figure.high:+.{digits}f})"
 
 
 def number(figure: Estimate) -> str:
-    """Return a value and its standard error as text: "98.0 ±2.0", "1.04 ±0.01"."""
+    """Return a value and its standard error as text: "98.0 ±2.0", "1.04 ±0.01"; "1.04 (n = 1)" without one."""
     digits = 1 if figure.value >= 10 or figure.value == 0 else 2
-    return f"{figure.value:.{digits}f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.{digits}f}")
+    return f"{_rounded(figure.value)}{_error(figure, digits)}"
 
 
 def exact(figure: Estimate) -> str:
     """Return a value with two digits of its standard error: "0.0312 ±0.0042"."""
     scale = figure.stderr or abs(figure.value)
     digits = min(6, max(1, 1 - math.floor(math.log10(scale)))) if scale else 1
-    return f"{figure.value:.{digits}f}" + ("" if figure.stderr is None else f" ±{figure.stderr:.{digits}f}")
+    return f"{figure.value:.{digits}f}{_error(figure, digits)}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.{1 if value >= 10 or value == 0 else 2}f}"
+
+
+def _error(figure: Estimate, digits: int) -> str:
+    if figure.stderr is None:
+        return " (n = 1)" if figure.examples == 1 else ""
+    return f" ±{figure.stderr:.{digits}f}"
 
 
 def _texts(results: Sequence[CellScore]) -> str:
-    count = max(result.score.examples for result in results)
-    return f"mean ± standard error over {count:,} stretch{'es' * (count > 1)} of text"
+    return f"mean ± standard error {_over([result.score for result in results])}"
 
 
 def _closeness(results: Sequence[CellScore]) -> Table:
@@ -127,33 +191,32 @@ def _closeness(results: Sequence[CellScore]) -> Table:
     for result in results:
         close, read = result.closeness, result.cost.attended
         assert close is not None
-        gap = ("+" if close.nll_gap.value > 0 else "") + exact(close.nll_gap)
         tokens = "-" if read is None else f"{read:,.0f}"
-        rows.append((result.variant, exact(close.kl), number(result.score), gap, tokens))
+        rows.append((result.variant, exact(close.kl), number(result.score), signed(close.nll_gap), tokens))
     return Table(columns, rows)
 
 
-def mean(figures: Sequence[Estimate]) -> Estimate:
-    """Return the mean over tasks, each weighted equally; their errors are independent of each other."""
-    errors = [figure.stderr for figure in figures if figure.stderr is not None]
-    whole = math.sqrt(sum(error**2 for error in errors)) / len(figures) if len(errors) == len(figures) else None
-    return Estimate(statistics.mean(figure.value for figure in figures), whole, sum(f.examples for f in figures))
-
-
-def _scores(results: Sequence[CellScore]) -> Table:
-    tasks = list(dict.fromkeys(result.task for result in results))
-    averaged = {result.task for result in results if result.metric != PERPLEXITY}
+def _scores(
+    given: Sequence[tuple[CellScore, Estimate]], form: Callable[[Estimate], str], marked: Collection[str] = ()
+) -> Table:
+    """Tabulate figures of results, one task per column, with their mean over the tasks, of which perplexity is none."""
+    tasks = list(dict.fromkeys(result.task for result, _ in given))
+    averaged = {result.task for result, _ in given if result.metric != PERPLEXITY}
     rows = []
-    for variant in dict.fromkeys(result.variant for result in results):
-        by_task = {
-            task: mean([result.score for result in results if (result.variant, result.task) == (variant, task)])
-            for task in tasks
-            if any((result.variant, result.task) == (variant, task) for result in results)
-        }
-        cells = [number(by_task[task]) if task in by_task else "-" for task in tasks]
-        scores = [figure for task, figure in by_task.items() if task in averaged]
-        rows.append((variant, *cells, *([number(mean(scores)) if scores else "-"] if len(averaged) > 1 else [])))
-    return Table(("", *tasks, *(["mean"] if len(averaged) > 1 else [])), rows)
+    for variant in dict.fromkeys(result.variant for result, _ in given):
+        own = by_task((result.task, figure) for result, figure in given if result.variant == variant)
+        scores = [figure for task, figure in own.items() if task in averaged]
+        row = [form(own[task]) if task in own else "-" for task in tasks]
+        rows.append((variant, *row, *([form(mean(scores)) if scores else "-"] if len(averaged) > 1 else [])))
+    heads = [f"{task} {MARK}" if task in marked else task for task in tasks]
+    return Table(("", *heads, *(["mean"] if len(averaged) > 1 else [])), rows)
+
+
+def _apart(results: Sequence[CellScore]) -> str:
+    metrics = {result.metric == PERPLEXITY for result in results}
+    points = ["points of % (95 % interval)"] if False in metrics else []
+    nats = ["of ppl nats per token ± standard error"] if True in metrics else []
+    return f"{', '.join(points + nats)}, on the same documents"
 
 
 def _passes(results: Sequence[CellScore]) -> Table:
@@ -163,8 +226,8 @@ def _passes(results: Sequence[CellScore]) -> Table:
     rows = [
         (
             f"{result.variant}, {result.task}",
-            number(result.score),
-            *(number(result.pass_at[k]) if k in result.pass_at else "-" for k in counts),
+            share(result.score),
+            *(share(result.pass_at[k]) if k in result.pass_at else "-" for k in counts),
         )
         for result in sampled
     ]

@@ -194,6 +194,9 @@ SCORERS: dict[str, Scorer] = {
 }
 """By the names that the tables of prompts, and a row's own field `metric`, use."""
 
+OVERLAP = ("qa_f1", "qa_f1_zh", "character_f1", "rouge_l", "rouge_l_zh", "rouge_lsum", "code_similarity", "mixed")
+"""Metrics by which good answers, too, score far below 1: they share only a part of a reference's words."""
+
 NEEDS: dict[str, str] = {
     "qa_f1_zh": "jieba",
     "rouge_l": "rouge",

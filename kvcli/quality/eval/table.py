@@ -1,4 +1,4 @@
-"""From predictions to figures: a mean with its standard error in every cell, and the cost of a variant."""
+"""From predictions to figures: an estimate in every cell, by how much it differs from full attention's, and costs."""
 
 from __future__ import annotations
 
@@ -8,49 +8,18 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import product
 from typing import Any
 
 from kvcli.inputs.variants import Variant
+from kvcli.quality.eval.estimate import Estimate
 from kvcli.quality.eval.example import Cell
 from kvcli.quality.eval.predictions import Prediction
+from kvcli.quality.eval.scorers import OVERLAP
+from kvcli.quality.eval.suite import FED
 
 SCHEMA_VERSION = 1
-_LARGEST_MEAN = 700.0  # nats per token, beyond which a perplexity overflows a double
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value over `examples` with its standard error (None for a single example)."""
-
-    value: float
-    stderr: float | None
-    examples: int
-
-    @classmethod
-    def of(cls, scores: Sequence[float]) -> Estimate:
-        """Return the mean in per cent of scores 0..1, one for each example."""
-        return cls.mean([100 * score for score in scores])
-
-    @classmethod
-    def mean(cls, values: Sequence[float]) -> Estimate:
-        """Return the mean of values in their own unit, one for each example."""
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        return cls(statistics.mean(values), error, len(values))
-
-    @classmethod
-    def perplexity(cls, nlls: Sequence[float], tokens: Sequence[int]) -> Estimate:
-        """Return the perplexity over all tokens, from every example's negative log-likelihood in nats, and its tokens.
-
-        The error is that of a ratio of two sums over examples, to first order.
-        """
-        count, total = len(nlls), sum(tokens)
-        mean = sum(nlls) / total
-        value = math.exp(min(mean, _LARGEST_MEAN))
-        if count < 2:
-            return cls(value, None, count)
-        squares = sum((nll - mean * length) ** 2 for nll, length in zip(nlls, tokens, strict=True))
-        return cls(value, value * math.sqrt(squares * count / (count - 1)) / total, count)
+FAILING = 50.0
+"""Score of full attention in per cent, below which the model fails a task and a comparison of methods says little."""
 
 
 def pass_at(samples: int, right: int, k: int) -> float:
@@ -143,6 +112,12 @@ class CellScore:
     closeness: Closeness | None = None
     cut: int = 0
     """Examples whose prompts were truncated in the middle to fit the model or --max-length."""
+    cut_tokens: int = 0
+    """The most tokens that one of them lost."""
+    difference: Estimate | None = None
+    """From full attention on the same examples, in points of per cent; for ppl in nats per token of log-perplexity."""
+    full_fails: bool | None = None
+    """Whether full attention itself scores less than `FAILING`; None without it, and for what has no such bound."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +130,11 @@ class EvaluationTable:
     variants: Sequence[Variant]
     results: Sequence[CellScore]
     complete: bool
+
+    @property
+    def full(self) -> Variant | None:
+        """The variant with full attention, with which the others are compared."""
+        return full_of(self.variants)
 
     def to_json(self) -> str:
         """Return one JSON object, `schema_version` first."""
@@ -181,15 +161,41 @@ def results(
     for prediction in sorted(predictions, key=lambda prediction: (prediction.index, prediction.sample)):
         place = prediction.task, prediction.length, prediction.depth, prediction.variant
         by_place[place].append(prediction)
-    found = []
-    for cell, variant in product(cells, variants):
-        if given := _whole(by_place[cell.task, cell.length, cell.depth, variant.label], samples):
-            score, passes = _figures(given)
-            cost = VariantCost.sum([VariantCost.of(each) for each in given])
-            where = variant.label, cell.task, cell.length, cell.depth
-            cut = len({each.index for each in given if each.cut_tokens})
-            found.append(CellScore(*where, cell.metric, score, passes, cost, _closeness(given), cut))
+    full, found = full_of(variants), []
+    for cell in cells:
+        where = cell.task, cell.length, cell.depth
+        every = {variant.label: _whole(by_place[*where, variant.label], samples) for variant in variants}
+        compared = every[full.label] if full is not None else []
+        fails = fails_by(cell.metric, _figures(compared)[0]) if compared else None
+        for label, given in every.items():
+            if given:
+                score, passes = _figures(given)
+                costs = VariantCost.sum([VariantCost.of(each) for each in given])
+                cut = {each.index: each.cut_tokens for each in given if each.cut_tokens}
+                found.append(
+                    CellScore(
+                        *(label, *where, cell.metric),
+                        score=score,
+                        pass_at=passes,
+                        cost=costs,
+                        closeness=_closeness(given),
+                        cut=len(cut),
+                        cut_tokens=max(cut.values(), default=0),
+                        difference=None if given is compared else _difference(given, compared),
+                        full_fails=fails,
+                    )
+                )
     return found
+
+
+def full_of(variants: Sequence[Variant]) -> Variant | None:
+    """Return the variant with full attention, if there is one."""
+    return next((variant for variant in variants if variant.profile.method == "full"), None)
+
+
+def fails_by(metric: str, score: Estimate) -> bool | None:
+    """Tell whether a score of full attention is that of a model that fails the task; None if no bound tells."""
+    return None if metric in (*FED, *OVERLAP) else score.value < FAILING
 
 
 def _whole(given: Sequence[Prediction], samples: int) -> list[Prediction]:
@@ -199,15 +205,44 @@ def _whole(given: Sequence[Prediction], samples: int) -> list[Prediction]:
 
 
 def _closeness(given: Sequence[Prediction]) -> Closeness | None:
-    kls, gaps = ([getattr(each, name) for each in given] for name in ("kl", "nll_gap"))
-    return None if None in kls or None in gaps else Closeness(Estimate.mean(kls), Estimate.mean(gaps))
+    tokens = [each.output_tokens for each in given]
+    kls, gaps = (
+        [value * each.output_tokens for each in given if (value := getattr(each, name)) is not None]
+        for name in ("kl", "nll_gap")
+    )
+    if len(kls) < len(given) or len(gaps) < len(given):
+        return None
+    return Closeness(Estimate.over_tokens(kls, tokens), Estimate.over_tokens(gaps, tokens))
+
+
+def _difference(given: Sequence[Prediction], full: Sequence[Prediction]) -> Estimate | None:
+    """Compare a variant with full attention on the examples that both have; None without any, or of closeness."""
+    if any(each.same_top is not None for each in given):
+        return None
+    own, others = _scored(given), _scored(full)
+    if both := [index for index in own if index in others]:
+        return Estimate.difference([own[index] for index in both], [others[index] for index in both])
+    nlls = {each.index: each.nll for each in full if each.nll is not None}
+    fed = [each for each in given if each.nll is not None and each.output_tokens and each.index in nlls]
+    gaps = [(each.nll or 0.0) - nlls[each.index] for each in fed]
+    return Estimate.over_tokens(gaps, [each.output_tokens for each in fed]) if fed else None
+
+
+def _scored(given: Sequence[Prediction]) -> dict[int, float]:
+    """Return the score of each example, the mean over its samples; those of texts that are fed have none."""
+    scores: dict[int, list[float]] = defaultdict(list)
+    for prediction in given:
+        if prediction.nll is None and prediction.same_top is None:
+            scores[prediction.index].append(prediction.score or 0.0)
+    return {index: statistics.mean(each) for index, each in scores.items()}
 
 
 def _figures(given: Sequence[Prediction]) -> tuple[Estimate, dict[int, Estimate]]:
     """Return score and pass@k of the predictions of one variant in one cell."""
-    alike = [each.same_top for each in given if each.same_top is not None]
+    alike = [(each.same_top * each.output_tokens, each.output_tokens) for each in given if each.same_top is not None]
     if alike:
-        return Estimate.of(alike), {}
+        same, tokens = zip(*alike, strict=True)
+        return Estimate.over_tokens([100 * count for count in same], tokens), {}
     fed = [(each.nll, each.output_tokens) for each in given if each.nll is not None and each.output_tokens]
     if fed:
         nlls, tokens = zip(*fed, strict=True)

@@ -54,7 +54,7 @@ def test_points_in_one_place_stand_side_by_side():
     assert len(set(places)) == len(places) == 6
 
 
-def test_several_budgets_are_curves_with_their_standard_errors():
+def test_several_budgets_are_curves_with_their_intervals():
     variants = [Variant("full", None, resolve_profile(method="full"))]
     variants += [
         Variant(name, budget, resolve_profile(method=name, overrides={"budget": budget}))
@@ -75,7 +75,15 @@ def test_several_budgets_are_curves_with_their_standard_errors():
     assert [chart["layer"][0]["encoding"]["x"]["field"] for chart in curves] == ["attended", "device", "moved", "step"]
     rows = curves[0]["data"]["values"]
     assert {row["method"] for row in rows} == {"quest", "freekv"}
-    assert {(row["low"], row["score"], row["high"]) for row in rows} == {(0.0, 50.0, 100.0)}
+    assert {(round(row["low"], 1), row["score"], round(row["high"], 1)) for row in rows} == {(9.5, 50.0, 90.5)}
+
+
+def test_a_task_that_full_attention_fails_is_explained_below_its_scores():
+    text = made(0.25)
+    assert "vt †" in text
+    assert "the model fails the task" in text
+    assert "<caption>less full attention at 512 tokens" in text
+    assert "the model fails the task" not in made(1.0)
 
 
 def test_many_methods_begin_with_a_map_of_their_means():
