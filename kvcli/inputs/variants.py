@@ -92,7 +92,7 @@ def variants(
                 chosen = replace(chosen, name=each.name, paper=each.where)
             variant = Variant(chosen.name, getattr(chosen.settings, "budget", None), chosen)
             if variant.label in found:
-                what = f"{variant.label} is there twice, as {each.name!r} again"
+                what = f"{variant.label} is named twice, again as {each.name!r}"
                 raise usage_error(what, "name each method and profile once")
             found[variant.label] = variant
     return list(found.values())
@@ -108,7 +108,7 @@ def of_several_meanings(settings: Sequence[str], variants: Sequence[Variant]) ->
                 meanings.setdefault(meaning, []).append(variant.name)
         if len(meanings) > 1:
             each = (f"{', '.join(dict.fromkeys(names))}: {meaning}" for meaning, names in meanings.items())
-            yield f"{key} is for {'; for '.join(each)}. --set METHOD.{key}=VALUE sets that of one method"
+            yield f"{key} is for {'; for '.join(each)}. To set it for one method, use --set METHOD.{key}=VALUE"
 
 
 class _Named(NamedTuple):

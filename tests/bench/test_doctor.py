@@ -80,7 +80,7 @@ def test_of_several_gpus_it_says_that_one_is_used(monkeypatch, count, state):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     check = found("device")
     assert check.state is state
-    assert ("a run uses cuda:0, and all where its weights do not fit" in check.found) == (count == 2)
+    assert ("a run uses cuda:0, or all if its weights do not fit" in check.found) == (count == 2)
 
 
 def test_a_full_disk_is_a_note(monkeypatch):

@@ -54,7 +54,7 @@ def test_one_process_at_a_time_also_where_the_file_was_replaced(tmp_path):
 
 
 def test_a_file_that_cannot_be_opened_or_is_none(tmp_path):
-    for path, what in ((tmp_path / "none" / "notes", "no such file"), (tmp_path, "no regular file")):
+    for path, what in ((tmp_path / "none" / "notes", "no such file"), (tmp_path, "not a regular file")):
         with pytest.raises(KvcliError, match=what):
             taken_up(path)
 

@@ -411,7 +411,7 @@ def test_experts_are_refused(tmp_path):
 
 
 def test_what_loading_makes_is_refused(whole):
-    with pytest.raises(KvcliError, match="--weights int8 is for others"):
+    with pytest.raises(KvcliError, match="so --weights int8 has no effect"):
         open_checkpoint(ModelSpec(str(whole[0]), **CPU, weights="int8"))
 
 

@@ -30,10 +30,10 @@ HALF = Progress(
 def test_a_summary_says_what_there_is():
     assert dict(progress_rows(HALF)) == {
         "rows": "902 of 2,000 have a result, 400 of them before",
-        "failed": "3; --retry-errors does them again",
+        "failed": "3; redo them with --retry-errors",
         "in flight": "16",
         "prompts": "70,000 tokens read and 9,000 shared",
-        "output": "5,000 tokens, 100.0 a second, 10.0 rows a step",
+        "output": "5,000 tokens, 100.0 per second, 10.0 rows per step",
         "time": "50.0 s, prefill 20%, decode 70%",
         "left": "about 90.0 s",
     }
