@@ -34,7 +34,9 @@ def load_generator():
 def shown_commands():
     """Every line of a shell block that runs kvcli, with the page it is on; what a pipe or `&&` puts before is left."""
     for page in PAGES:
-        for block in re.findall(r"^ *```(?:sh|console)?\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for language, block in re.findall(r"^ *```(\w*)\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+            if language not in ("", "sh", "console"):
+                continue
             for line in block.replace("\\\n", " ").splitlines():
                 for command in re.split(r"&&|(?<!\S)\|(?!\S)", line.partition(" # ")[0]):
                     if command.strip().startswith("kvcli "):

@@ -55,7 +55,7 @@ def test_a_last_line_that_was_cut_off_is_taken_away_wherever_it_was_cut(tmp_path
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_text(text)
-    with pytest.raises(KvcliError, match="no file of results"), ResultFile(path):
+    with pytest.raises(KvcliError, match="not a file of results"), ResultFile(path):
         pass
     assert path.read_text() == text
 

@@ -42,7 +42,7 @@ def test_a_line_is_a_turn(warm, model, document):
         "is not KEY=VALUE",
     ):
         assert words in result.stderr
-    assert "/retry           answer the last question once more" in result.stderr
+    assert "/retry           answer the last question again" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -33,7 +33,7 @@ def test_a_cut_off_line_is_taken_away_and_the_file_grows(tmp_path):
 def test_what_somebody_else_wrote_is_left_alone(tmp_path):
     path = tmp_path / "notes"
     path.write_bytes(b"two")
-    with pytest.raises(KvcliError, match="no file of notes") as raised:
+    with pytest.raises(KvcliError, match="not a file of notes") as raised:
         taken_up(path)
     assert (raised.value.exit_code, raised.value.hint) == (ExitCode.USAGE, "give --notes another file")
     assert path.read_bytes() == b"two"

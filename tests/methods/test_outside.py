@@ -39,7 +39,7 @@ def test_a_name_that_is_taken_is_refused_but_for_the_class_itself():
     class Quest(Full):
         """Another Quest."""
 
-    with pytest.raises(KvcliError, match="there is a method 'quest' already") as error:
+    with pytest.raises(KvcliError, match="method 'quest' already exists") as error:
         register(Quest)
     assert error.value.exit_code == ExitCode.USAGE
     assert register(Quest, name="other") is Quest

@@ -29,7 +29,7 @@ HALF = Progress(
 
 def test_a_summary_says_what_there_is():
     assert dict(progress_rows(HALF)) == {
-        "rows": "902 of 2,000 have a result, 400 of them before",
+        "rows": "902 of 2,000 have a result, 400 of them from before",
         "failed": "3; redo them with --retry-errors",
         "in flight": "16",
         "prompts": "70,000 tokens read and 9,000 shared",
@@ -55,4 +55,4 @@ def test_a_line_on_a_terminal_and_nothing_elsewhere():
 
 
 def test_the_status_is_plain_text():
-    assert render_batch(HALF).splitlines()[0] == "rows       902 of 2,000 have a result, 400 of them before"
+    assert render_batch(HALF).splitlines()[0] == "rows       902 of 2,000 have a result, 400 of them from before"
