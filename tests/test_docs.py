@@ -125,3 +125,12 @@ def test_the_python_shown_runs(page, tmp_path, monkeypatch):
         (tmp_path / name).write_text(short)
     blocks = re.findall(r"^```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     exec("\n".join(blocks), {})
+
+
+def test_help_texts_are_short_and_plain():
+    parameters = [each for command in load_generator().read_commands() for each in command.parameters]
+    assert len(parameters) > 100
+    for each in parameters:
+        assert len(each.help) <= 125, each.help
+        assert each.help.endswith((".", "...")), each.help
+        assert not re.search(r"\b(beside|anew|a second|a line|what is)\b", each.help), each.help

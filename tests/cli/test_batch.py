@@ -65,7 +65,7 @@ def test_a_batch_and_what_is_said_of_it(batch, source, tmp_path):
     assert "12 of 12 have a result" in result.stderr
     assert len(answers(tmp_path / "out.jsonl")) == 12
     again = batch(source, "-o", "out.jsonl")
-    assert "12 of 12 have a result, 12 of them before" in again.stderr
+    assert "12 of 12 have a result, 12 of them from before" in again.stderr
 
 
 def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
@@ -103,7 +103,7 @@ def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
         (["in.jsonl", "--workers", "2"], ["--workers", "--engine ray"]),
         (["in.jsonl", "--engine", "ray"], ["--engine ray"]),
         (["status", "none.jsonl"], ["none.jsonl"]),
-        (["merge", "in.jsonl", "-o", "none.jsonl"], ["no files of shards"]),
+        (["merge", "in.jsonl", "-o", "none.jsonl"], ["no shard files"]),
     ],
 )
 def test_what_is_refused(other, source, arguments, words):

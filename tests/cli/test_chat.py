@@ -37,8 +37,8 @@ def test_a_line_is_a_turn(warm, model, document):
     assert len(result.stdout.splitlines()) >= 3
     for words in (
         "6 tokens, ended by --max-tokens",
-        "from quest, budget 64",
-        "no command /nonsense",
+        "use quest, budget 64",
+        "unknown command /nonsense",
         "is not KEY=VALUE",
     ):
         assert words in result.stderr

@@ -186,7 +186,7 @@ def test_saved_kv_of_a_model_that_was_moved_says_so(warm, model, document, tmp_p
     assert warm("prefill", "-m", old, document, "--save-kv", tmp_path / "a.kv").returncode == 0
     old.rename(tmp_path / "new")
     moved = ["--kv", tmp_path / "a.kv", *SHORT, "-p", "which fox?"]
-    assert_refused(warm("generate", *moved), 2, str(old), "not there")
+    assert_refused(warm("generate", *moved), 2, str(old), "does not exist")
     assert warm("generate", "-m", tmp_path / "new", *moved).returncode == 0
 
 

@@ -207,7 +207,7 @@ def test_a_checkpoint_may_lie_in_several_files(whole, tmp_path):
     with pytest.raises(KvcliError, match="00002-of-00003"):
         open_checkpoint(ModelSpec(str(names[0]), **CPU))
     shutil.copy(names[0], names[1])
-    with pytest.raises(KvcliError, match="no part 2 of 3"):
+    with pytest.raises(KvcliError, match="not part 2 of 3"):
         open_checkpoint(ModelSpec(str(names[0]), **CPU))
 
 

@@ -69,7 +69,7 @@ def test_what_does_not_fit_or_cannot_be_is_refused():
         placed_on(config, [64 * MIB] * (LAYERS + 1))
     assert refused.value.exit_code == ExitCode.USAGE
     geometry = geometry_of(config, DTYPE, ON_LOADING["int8"])
-    with pytest.raises(KvcliError, match="weights in int8 lie on one device"):
+    with pytest.raises(KvcliError, match="weights in int8 need one device"):
         placed("cpu,cpu", config, DTYPE, geometry, [CPU, CPU])
 
 

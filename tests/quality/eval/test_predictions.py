@@ -74,7 +74,7 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content):
     file = tmp_path / "p.jsonl"
     file.write_text(content)
-    with pytest.raises(KvcliError, match="no file of predictions"):
+    with pytest.raises(KvcliError, match="not a file of predictions"):
         write(file, 0)
     assert file.read_text() == content
 
