@@ -104,7 +104,7 @@ def test_limits_of_a_container_are_read(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1073741824\n")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert "may take 1.00 GiB" in found("memory").found
+    assert "may use 1.00 GiB" in found("memory").found
     assert found("threads").fix == "set OMP_NUM_THREADS=1"  # half a core
     for file in tmp_path.iterdir():
         file.write_text("max\n")

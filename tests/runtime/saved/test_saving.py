@@ -169,7 +169,7 @@ def test_only_new_or_empty_directories_are_saved_to(folder, tmp_path):
     for path, message in (
         (folder, "saved KV already"),
         (tmp_path, "something else"),
-        (tmp_path / "file", "no directory"),
+        (tmp_path / "file", "not a directory"),
     ):
         with pytest.raises(KvcliError, match=message) as caught:
             check_target(path)
