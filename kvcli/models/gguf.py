@@ -260,8 +260,8 @@ def config_of(path: Path) -> PreTrainedConfig:
     """
     header = read_header(path)
     if header.architecture not in _MODEL_TYPES:
-        named = f"{path} holds a model of architecture {header.architecture[:40]!r}"
-        what = f"{named}, which kvcli does not read from GGUF files"
+        held = f"{path} holds a model of architecture {header.architecture[:40]!r}"
+        what = f"{held}, which kvcli does not read from GGUF files"
         raise usage_error(what, f"known: {', '.join(_MODEL_TYPES)}; use safetensors files for others")
     if header.of_model("expert_count"):
         number = _shown(str(header.of_model("expert_count")))
