@@ -312,7 +312,7 @@ def tensor(name=b"token_embd.weight", shape=(32, 8), kind=0, offset=0):
 
 BROKEN = {
     "empty": (b"", "ends within its header"),
-    "magic": (header(magic=b"GGML"), "no GGUF file"),
+    "magic": (header(magic=b"GGML"), "not a GGUF file"),
     "big-endian": (header(order=">"), "big-endian"),
     "version": (header(version=1), "version 1"),
     "no values": (header(values=3), "ends within its header"),
