@@ -8,6 +8,8 @@ from typing import Any
 
 from common import RESULTS, said
 
+SIMILARITY = {"turning": "low similarity", "steady": "high similarity"}  # of queries between steps, as results name it
+
 
 def milliseconds(time: float | None) -> str:
     """Write a time, where there is one."""
@@ -20,6 +22,12 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def case_of(row: dict[str, Any]) -> str:
+    """Name the case of a row, with the query similarity between its steps."""
+    shape, comma, queries = row["case"].partition(", ")
+    return shape + comma + SIMILARITY.get(queries, queries)
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table in Markdown."""
     print(f"\n{title}\n")
@@ -29,9 +37,9 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def main() -> None:
     """Print all tables."""
-    runs = ["full", "turning", "steady"]
+    runs = {"full": "full", **SIMILARITY}
     decode = [[f"{row['context']:,}", *(said(row[f"{run}_speedup"]) for run in runs)] for row in rows_of("cpu_decode")]
-    table("Decode step (`cpu_decode.json`): times faster than transformers", ["context", *runs], decode)
+    table("Decode step (`cpu_decode.json`): speedup over transformers", ["context", *runs.values()], decode)
     prefill = [
         [f"{row['context']:,}", said(row["seconds_ratio"]), said(row["bytes_ratio"])] for row in rows_of("cpu_prefill")
     ]
@@ -75,7 +83,7 @@ def main() -> None:
     table("Steps of methods on a CPU (`cpu_methods.json`)", ["method", *heads], steps)
     disks = [
         [
-            f"{row['case']}, {row['context']:,}",
+            f"{case_of(row)}, {row['context']:,}",
             row["method"],
             said(row["step_by_step_without"]),
             f"{row['hit_rate']:.0%}",
@@ -84,7 +92,7 @@ def main() -> None:
         ]
         for row in rows_of("kv_disk")
     ]
-    heads = ["run", "method", "step over one without a disk", "host hits", "MiB read a step", "read over missed"]
+    heads = ["run", "method", "step over one without a disk", "host hits", "MiB read per step", "read over missed"]
     table("KV on a disk, a fifth of it cached in host memory (`kv_disk.json`)", heads, disks)
     rows = rows_of("kv_dtype")
     scores = {}

@@ -145,7 +145,7 @@ class LanguageModel:
         watched = request.audit or request.lossless or request.disk
         if request.sampling.num_samples > 1 or watched or request.keep or request.pipeline != "auto":
             raise usage_error(
-                "a chat takes no num_samples, audit, lossless, checkpoint, kv_disk or pipeline", "leave it out"
+                "chat does not take num_samples, audit, lossless, checkpoint, kv_disk or pipeline", "leave it out"
             )
         model, checkpoint = self.loaded, self.checkpoint
         settings = (request.profile, request.sampling, request.template, document)

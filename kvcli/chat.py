@@ -79,7 +79,7 @@ class Dialogue:
             self.observer.notice(notice)
         method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
         if saved is not None and (method.prefill_window is not None or method.observes):
-            raise usage_error(f"method {self.profile.method!r} cannot go on from saved KV", "leave --kv out")
+            raise usage_error(f"method {self.profile.method!r} cannot use saved KV", "leave --kv out")
         if not self.document or method.prefill_window is not None or method.observes:
             return
         one, other = (self._tokens(self.document, question, []) for question in "AZ")
@@ -223,8 +223,8 @@ class Dialogue:
         if not memory.fits(wanted, free):
             pool = next(name for name, size in wanted.items() if size > free[name])
             raise KvcliError(
-                f"a conversation of {tokens:,} tokens needs {format_bytes(wanted[pool])} of {pool} memory beside the "
-                f"weights, {format_bytes(free[pool])} are free",
-                "take a smaller --budget, --dtype or --max-tokens, or a shorter document",
+                f"a conversation of {tokens:,} tokens needs {format_bytes(wanted[pool])} of {pool} memory in "
+                f"addition to the weights, but {format_bytes(free[pool])} are free",
+                "use a smaller --budget, --dtype or --max-tokens, or a shorter document",
                 ExitCode.WILL_NOT_FIT,
             )

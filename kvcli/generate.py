@@ -103,7 +103,7 @@ def _run(generation: Generation) -> report.Report:
     except KeyboardInterrupt:
         announce(generation.interrupt(), observer)
         if generation.kept is not None:
-            observer.notice(f"kvcli generate --resume {generation.kept.directory} goes on with it")
+            observer.notice(f"to resume: kvcli generate --resume {generation.kept.directory}")
     except DiskError as error:
         if not any(sequence.running for sequence in generation.sequences):
             raise

@@ -69,8 +69,8 @@ def open_library(request: GenerationRequest, checkpoint: Checkpoint, observer: O
     if not request.kv.any:
         return None
     if memory.reads_by_windows(request.profile, checkpoint):
-        what = f"method {request.profile.method!r} reads prompts by windows: KV of its own is neither saved nor loaded"
-        raise usage_error(what, "take a method that reads exactly, or leave --kv, --save-kv and --kv-cache out")
+        what = f"method {request.profile.method!r} prefills in windows: its KV is neither saved nor loaded"
+        raise usage_error(what, "use a method that prefills exactly, or leave --kv, --save-kv and --kv-cache out")
     sources = [prompt.source for prompt in request.prompts]
     reading = request.profile.settings.prefill
     return KVLibrary(request.kv, checkpoint, request.template, sources, observer.notice, reading)
@@ -87,7 +87,7 @@ def open_disk(request: GenerationRequest, checkpoint: Checkpoint, prompts: Seque
         return None
     beside = {"--lossless": request.lossless, "--checkpoint": request.keep}
     if (other := next((name for name, value in beside.items() if value is not None), None)) is not None:
-        raise usage_error(f"{other} does not go with --kv-disk: it keeps copies of all KV", "leave one of them out")
+        raise usage_error(f"{other} does not work with --kv-disk: it keeps copies of all KV", "leave one of them out")
     sequences = request.sampling.num_samples * sum(prompt.error is None for prompt in prompts)
     return disk_tier(asked, request.profile, checkpoint.device, sequences)
 
@@ -196,7 +196,7 @@ def begin_to_keep(
     if request.keep is None:
         return None
     if checkpoint.placement is not None:
-        what = f"--checkpoint keeps what lies on one device, and layers lie on {checkpoint.placement}"
+        what = f"--checkpoint works on one device, but layers are on {checkpoint.placement}"
         raise usage_error(what, "name one device, or leave it out")
     return KeptRun.begin(
         request.keep, Asked.of(checkpoint, request.profile, request.sampling, pipeline, prompts), prompts

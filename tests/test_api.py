@@ -139,7 +139,7 @@ def test_a_chat_goes_on_where_it_was(model):
     assert [turn["question"] for turn in turns] == ["which fox?", "which dog?"]
     assert turns[1]["kv"]["shared_tokens"] > 100
     assert chat.retry().text == turns[1]["text"]
-    with pytest.raises(kvcli.KvcliError, match="a chat takes no"):
+    with pytest.raises(kvcli.KvcliError, match="chat does not take"):
         model.chat("text", num_samples=2)
 
 

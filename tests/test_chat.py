@@ -168,9 +168,9 @@ def test_what_was_read_is_saved_for_other_runs(dialogue, checkpoint, tmp_path):
     again.read(tmp_path / "kv")
     assert 0 < counting.total <= 32 * len(checkpoint.geometry.layers) < saved * len(checkpoint.geometry.layers) / 3
     assert say(again, QUESTION) == talk.exchanges[0].text
-    with pytest.raises(KvcliError, match="does not begin as what was saved"):
+    with pytest.raises(KvcliError, match="does not begin like the saved"):
         dialogue(checkpoint.tokenizer.chat_template, "Another text altogether. " * 20).read(tmp_path / "kv")
-    with pytest.raises(KvcliError, match="'infllm' cannot go on from saved KV"):
+    with pytest.raises(KvcliError, match="'infllm' cannot use saved KV"):
         dialogue(checkpoint.tokenizer.chat_template, method="infllm").read(tmp_path / "kv")
     (sequence,) = generate(ModelSpec(dtype="float32"), replace(request, template=talk.template), Observer()).sequences
     assert sequence.kv.disk_tokens > saved - 96

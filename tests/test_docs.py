@@ -34,7 +34,9 @@ def load_generator():
 def shown_commands():
     """Every line of a shell block that runs kvcli, with the page it is on; what a pipe or `&&` puts before is left."""
     for page in PAGES:
-        for block in re.findall(r"^ *```(?:sh|console)?\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for language, block in re.findall(r"^ *```(\w*)\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+            if language not in ("", "sh", "console"):
+                continue
             for line in block.replace("\\\n", " ").splitlines():
                 for command in re.split(r"&&|(?<!\S)\|(?!\S)", line.partition(" # ")[0]):
                     if command.strip().startswith("kvcli "):
@@ -123,3 +125,12 @@ def test_the_python_shown_runs(page, tmp_path, monkeypatch):
         (tmp_path / name).write_text(short)
     blocks = re.findall(r"^```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     exec("\n".join(blocks), {})
+
+
+def test_help_texts_are_short_and_plain():
+    parameters = [each for command in load_generator().read_commands() for each in command.parameters]
+    assert len(parameters) > 100
+    for each in parameters:
+        assert len(each.help) <= 125, each.help
+        assert each.help.endswith((".", "...")), each.help
+        assert not re.search(r"\b(beside|anew|a second|what is)\b", each.help), each.help

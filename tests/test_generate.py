@@ -232,4 +232,4 @@ def test_a_layer_that_overflows_is_named(tmp_path):
     weights["model.layers.1.mlp.up_proj.weight"] *= 1e30
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     (sequence,) = run(str(tmp_path), prompts=PROMPTS[:1]).sequences
-    assert "it first shows behind layer 1;" in sequence.error
+    assert "it first shows after layer 1;" in sequence.error

@@ -282,7 +282,7 @@ class InFlight:
                 self.read.append(sequence)
         for saved in self.runner.finish():
             if saved.error is not None:
-                self.engine.notice(f"{saved.source}: its KV is not kept: {saved.error}")
+                self.engine.notice(f"{saved.source}: its KV was not saved: {saved.error}")
         for flight in part.flights:
             kv = flight.samples[0].kv
             self.tally.prompt_tokens += kv.read_tokens

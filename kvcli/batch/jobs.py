@@ -67,7 +67,7 @@ class Inputs:
         """
         row = parse_row(job.line.number, self.source.read(job.line), self.sampling, self.question, self.source.folder)
         if row.digest != job.digest:
-            raise RowProblem("row_changed", "the row, or its document, has changed since it was checked")
+            raise RowProblem("row_changed", "the row or its document changed after the check")
         return row
 
 
@@ -85,10 +85,10 @@ def read_jobs(inputs: Inputs) -> list[Job]:
             twice.append(f"{job.custom_id!r} in lines {first.line.number:,} and {line.number:,}")
     if twice:
         more = f"; {len(twice) - 20:,} more" if len(twice) > 20 else ""
-        what = f"{inputs.source.name}: rows of one custom_id: {'; '.join(twice[:20])}{more}"
-        raise usage_error(what, "results are told apart by custom_id: give each row its own")
+        what = f"{inputs.source.name}: duplicate custom_id: {'; '.join(twice[:20])}{more}"
+        raise usage_error(what, "give each row a custom_id of its own")
     if not jobs:
-        raise usage_error(f"{inputs.source.name}: no rows", "a batch needs a line for each prompt")
+        raise usage_error(f"{inputs.source.name}: no rows", "write one line per prompt")
     return list(jobs.values())
 
 
@@ -140,9 +140,9 @@ class Rules:
         try:
             if row.conversation:
                 if template.raw or tokenizer.chat_template is None:
-                    why = "--raw leaves it out" if template.raw else "the tokenizer has none"
-                    raise usage_error(f"messages need a chat template, and {why}")
-                said = row.conversation
+                    why = "--raw skips it" if template.raw else "the tokenizer has none"
+                    raise usage_error(f"messages need a chat template, but {why}")
+                said: Sequence[dict[str, str]] = row.conversation
                 if template.system is not None and said[0]["role"] not in ("system", "developer"):
                     said = [{"role": "system", "content": template.system}, *said]
                 text = render_chat_template(tokenizer, said, template.kwargs)
@@ -197,7 +197,7 @@ class Limits:
         if self.positions is not None and job.capacity > self.positions:
             raise RowProblem(
                 "context_length_exceeded",
-                f"{job.tokens:,} tokens of prompt and {job.sampling.max_tokens:,} of output are more than the "
+                f"{job.tokens:,} tokens of prompt and {job.sampling.max_tokens:,} of output exceed the "
                 f"{self.positions:,} positions of {self.checkpoint.name}",
             )
         size = job.sampling.max_tokens, job.sampling.num_samples
@@ -212,7 +212,7 @@ class Limits:
             raise RowProblem(
                 "out_of_memory",
                 f"{job.tokens:,} tokens of prompt and {job.sampling.max_tokens:,} of output need "
-                f"{needed[pool]:,} bytes of {pool} memory, {self.free[pool]:,} are free",
+                f"{needed[pool]:,} bytes of {pool} memory, but {self.free[pool]:,} are free",
             )
         self._held[size] = job.tokens
 
@@ -260,8 +260,9 @@ def refuse_changes(changed: dict[str, list[str]], strangers: list[str], output: 
     """
     if changed:
         parts = sorted({part for differing in changed.values() for part in differing})
-        what = f"{output} has results of {len(changed):,} rows whose {' and '.join(parts)} changed: {shown([*changed])}"
-        raise usage_error(what, "repeat the earlier options, or do these rows again with --overwrite")
+        differ = " and ".join(parts)
+        what = f"{output} has results for {len(changed):,} rows whose {differ} changed: {shown([*changed])}"
+        raise usage_error(what, "repeat the earlier options, or redo these rows with --overwrite")
     if strangers:
-        what = f"{output} has results of {len(strangers):,} rows that are not in the batch: {shown(strangers)}"
-        raise usage_error(what, "give -o another file, or take them out with --overwrite")
+        what = f"{output} has results for {len(strangers):,} rows that are not in the batch: {shown(strangers)}"
+        raise usage_error(what, "give -o another file, or remove them with --overwrite")

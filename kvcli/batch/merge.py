@@ -37,8 +37,8 @@ def merge(source: str, output: Path) -> Progress:
     """
     shards = shard_files(output)
     if not shards:
-        what = f"no files of shards beside {output}, such as {Shard(1, 4).of(output).name}"
-        raise usage_error(what, "name OUT as the shards were given it with -o")
+        what = f"no shard files next to {output}, such as {Shard(1, 4).of(output).name}"
+        raise usage_error(what, "name the OUT of the shards")
     places = _places([shards[shard] for shard in sorted(shards)])
     with RowSource(source) as rows:
         jobs = read_jobs(Inputs(rows, Sampling(), Template()))
@@ -58,7 +58,7 @@ def state(output: Path, shards_first: bool = False) -> tuple[Progress, bool]:
     shards = list(shard_files(output).values()) if shards_first or not output.exists() else []
     paths = shards or [output] * output.exists()
     if not paths:
-        raise usage_error(f"{output}: no such file, and no shards of it", "name the file that -o was given")
+        raise usage_error(f"{output}: no such file, and no shard files", "name the file given to -o")
     found, running = Progress(total=0), False
     for path in paths:
         mine, its_running = _state(path)
@@ -85,8 +85,8 @@ def shard_files(output: Path) -> dict[Shard, Path]:
     matches = {path: name.fullmatch(path.name) for path in output.resolve().parent.glob("*")}
     found = {Shard(int(match[1]), int(match[2])): path for path, match in matches.items() if match}
     if len(counts := {shard.count for shard in found}) > 1:
-        what = f"there are shards of {output} by {' and by '.join(map(str, sorted(counts)))}"
-        raise usage_error(what, "take those of the earlier run away")
+        what = f"{output} has files of {' and of '.join(map(str, sorted(counts)))} shards"
+        raise usage_error(what, "remove those of the earlier run")
     return dict(sorted(found.items()))
 
 
@@ -114,12 +114,12 @@ def _places(paths: list[Path]) -> dict[str, _Place]:
             place = _Place(path, start, len(line), result.kvcli.key.row, result.failed)
             if (first := found.setdefault(result.custom_id, place)) is not place:
                 what = f"row {result.custom_id!r} has a result in {first.path} and in {path}"
-                raise usage_error(what, "the shards had different rows: run them again on one IN")
+                raise usage_error(what, "rerun the shards with the same IN")
             kinds.setdefault((result.kvcli.key.model, result.kvcli.key.profile), path)
             start += len(line)
     if len(kinds) > 1:
-        what = f"the shards have several models or profiles: {', '.join(path.name for path in kinds.values())}"
-        raise usage_error(what, "run those that differ again, with --overwrite")
+        what = f"the shards used different models or profiles: {', '.join(path.name for path in kinds.values())}"
+        raise usage_error(what, "rerun those that differ with --overwrite")
     return found
 
 
@@ -127,14 +127,14 @@ def _check_whole(jobs: list[Job], places: Mapping[str, _Place], output: Path, sh
     """Refuse results that are not exactly those of the rows."""
     rows = {job.custom_id: job for job in jobs}
     if strangers := [name for name, place in places.items() if name not in rows or rows[name].digest != place.row]:
-        what = f"the shards have results of {len(strangers):,} rows that are not in IN: {shown(strangers)}"
-        raise usage_error(what, "name the IN that the shards were given")
+        what = f"the shards have results for {len(strangers):,} rows that are not in IN: {shown(strangers)}"
+        raise usage_error(what, "name the IN of the shards")
     if missing := [name for name in rows if name not in places]:
         count = next(iter(shards)).count
         absent = [number for number in range(1, count + 1) if Shard(number, count) not in shards]
-        where = f"; there is no file of shard {', '.join(map(str, absent))} of {count}" if absent else ""
+        where = f"; no file for shard {', '.join(map(str, absent))} of {count}" if absent else ""
         what = f"{len(missing):,} of {len(rows):,} rows have no result: {shown(missing)}{where}"
-        raise KvcliError(what, f"run the shards again until all have ended; {output} was not written")
+        raise KvcliError(what, f"rerun the shards until all have finished; {output} was not written")
 
 
 def _write(places: list[_Place], output: Path) -> None:

@@ -80,8 +80,8 @@ def run_on_ray(
     observer.stage("ray")
     with _connected(cluster) as (ray, workers, gpus):
         if others := {shard.count for shard in shard_files(output)} - {workers}:
-            what = f"{output} was begun with {min(others)} workers, not {workers}"
-            raise usage_error(what, f"give --workers {min(others)}, or take those files away")
+            what = f"{output} was started with {min(others)} workers, not {workers}"
+            raise usage_error(what, f"give --workers {min(others)}, or remove those files")
         actor = ray.remote(
             max_restarts=_RESTARTS, max_task_retries=_RESTARTS, max_concurrency=2, num_cpus=1, num_gpus=gpus
         )
@@ -107,7 +107,7 @@ def _watch(ray: Any, placed: list[Any], output: Path, total: int, tally: Tally, 
                 error = ray.get(each)
             except ray.exceptions.RayError as lost:
                 what = f"a worker died {_RESTARTS} times: {str(lost).splitlines()[0]}"
-                yield KvcliError(what, "a row may take more memory than there is; --engine local names it")
+                yield KvcliError(what, "a row may need too much memory; find it with --engine local")
             else:
                 if error is not None:
                     yield KvcliError(error["what"], error["hint"], ExitCode(error["exit_code"]))
@@ -143,15 +143,15 @@ def _connected(cluster: Cluster) -> Iterator[tuple[Any, int, float]]:
         ray.init(include_dashboard=False if not cluster.address else None, **quiet, **options)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         what = f"--engine ray: {' '.join(str(error).split())[:300]}"
-        raise KvcliError(what, "see ray status; without --address a cluster is started here") from None
+        raise KvcliError(what, "check ray status, or leave --address out to start a cluster here") from None
     try:
         there = ray.cluster_resources().get("GPU", 0)
         gpus = cluster.gpus_per_worker if cluster.gpus_per_worker is not None else min(there, 1)
         workers = cluster.workers or (int(there // gpus) if gpus else 1)
         if workers * gpus > there or not workers:
             raise usage_error(
-                f"{workers} workers of {gpus:g} GPUs each, and the cluster has {there:g}",
-                "take fewer, or more machines",
+                f"{workers} workers need {gpus:g} GPUs each, but the cluster has {there:g}",
+                "use fewer workers, or add machines",
             )
         yield ray, workers, gpus
     finally:

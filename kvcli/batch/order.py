@@ -58,7 +58,7 @@ class Shard:
             pairs = zip(values, (-1, 0, 1, 0), strict=True)
             task, first, step, count = (int(value) if value.isdecimal() else default for value, default in pairs)
             if task < 0 or count < 1:
-                what = "--shard slurm: there is no SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT"
+                what = "--shard slurm: SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT are not set"
                 raise usage_error(what, "submit with sbatch --array=1-N, or give --shard I/N")
             return cls((task - first) // step + 1, count)
         part, slash, whole = text.partition("/")

@@ -111,8 +111,8 @@ class ResultFile:
             stack.enter_context(self.file)
             for number, line, result in _results(path, self.file.lines(), self.file.hint):
                 if result.custom_id in self.known:
-                    what = f"{path}: line {number}: a second result of row {result.custom_id!r}"
-                    raise usage_error(what, "take one of the two lines out")
+                    what = f"{path}: line {number}: a second result for row {result.custom_id!r}"
+                    raise usage_error(what, "remove one of the two lines")
                 self.known[result.custom_id] = Known(result.kvcli.key, result.failed)
                 end += len(line)
             self.file.end_after(end)
@@ -191,5 +191,5 @@ def _results(path: Path, lines: Iterable[bytes], hint: str) -> Iterator[tuple[in
         except ValidationError as error:
             if number == 1:
                 raise not_ours(path, "results", hint) from None
-            what = f"{path}: line {number} is no result: {first_problem(error)}"
-            raise usage_error(what, "take that line out to have its row done again") from None
+            what = f"{path}: line {number} is not a result: {first_problem(error)}"
+            raise usage_error(what, "remove that line to redo its row") from None

@@ -59,7 +59,7 @@ class _TextPart(_Strict):
     @classmethod
     def _no_image(cls, part: Any) -> Any:
         if isinstance(part, dict) and "text" not in str(part.get("type", "text")):
-            raise ValueError(f"a part of type {part['type']}: only text is read, also by models that see images")
+            raise ValueError(f"a part of type {part['type']}: kvcli reads only text, even with models that see images")
         return part
 
 
@@ -101,7 +101,7 @@ class _ApiRow(_Strict):
     def _url_of_its_body(self) -> _ApiRow:
         wanted = CHAT if self.body.messages is not None else COMPLETIONS
         if self.url is not None and self.url != wanted:
-            raise ValueError(f"url {self.url} does not go with a body that has {_input_of(self.body)}")
+            raise ValueError(f"url {self.url} does not match a body with {_input_of(self.body)}")
         return self
 
 

@@ -195,7 +195,8 @@ class _Run:
         """Load the model and run the jobs."""
         request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
         if request.profile.unnamed:
-            observer.notice(f"no --method: {request.profile.method} with profile {request.profile.name} for all rows")
+            chosen = f"{request.profile.method} with profile {request.profile.name}"
+            observer.notice(f"no --method: using {chosen} for all rows")
         shortest = min(job.tokens for job in jobs)
         plain = plain_text_notice(checkpoint, request.template) if any(job.asked for job in jobs) else None
         own = profile_notices(request.profile, checkpoint, shortest)

@@ -124,15 +124,15 @@ def read_state(output: Path) -> Progress | None:
 
 
 _COUNTERS = {
-    "rows_done": "Rows that were answered",
-    "rows_failed": "Rows that came to nothing",
-    "prompt_tokens": "Tokens of prompts that were read",
-    "output_tokens": "Tokens that were generated",
-    "prefill_seconds": "Time of reading prompts",
+    "rows_done": "Rows answered",
+    "rows_failed": "Rows failed",
+    "prompt_tokens": "Prompt tokens prefilled",
+    "output_tokens": "Tokens generated",
+    "prefill_seconds": "Time of prefills",
     "decode_seconds": "Time of decode steps",
     "steps": "Decode steps",
 }
-_GAUGES = {"rows": "Rows of the batch", "rows_in_flight": "Rows that are read or decoded"}
+_GAUGES = {"rows": "Rows of the batch", "rows_in_flight": "Rows in prefill or decode"}
 
 
 class _Collector:
@@ -169,7 +169,7 @@ def serve(tally: Tally, port: int) -> Callable[[], None]:
     try:
         server, thread = start_http_server(port, registry=registry)
     except (OSError, OverflowError) as error:
-        raise usage_error(f"--metrics-port {port}: {error}", "give a port that is free") from None
+        raise usage_error(f"--metrics-port {port}: {error}", "give a free port") from None
 
     def end() -> None:
         server.shutdown()

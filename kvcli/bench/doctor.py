@@ -94,7 +94,12 @@ def warm(observer: Observer) -> Check:
     from kvcli.bench.runs import Entry
 
     if find_spec("numba") is None:
-        return Check("loops", CheckState.NOTE, "torch's functions do the work: there is no numba", "pip install numba")
+        return Check(
+            "loops",
+            CheckState.NOTE,
+            "numba is not installed: torch's slower functions run instead",
+            "pip install numba",
+        )
     before, started = compiling.seconds, time.perf_counter()
     profiles = map(resolve_profile, own_method_names())
     quick = (each for each in profiles if not get_method(each.method).needs(each.settings))  # no search for heads
@@ -142,7 +147,7 @@ def _requirements() -> Finding:
     ]
     problems = [f"{each.name} is missing" for each in missing] + unmet
     if problems:
-        return CheckState.BROKEN, "; ".join(problems), "install kvcli again, into an environment of its own"
+        return CheckState.BROKEN, "; ".join(problems), "install kvcli again in a new environment"
     return CheckState.OK, f"all {len(wanted)} are installed in suitable versions"
 
 
@@ -151,20 +156,20 @@ def _device() -> Finding:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         if len(names) == 1:
             return CheckState.OK, names[0]
-        found = f"{len(names)} GPUs ({', '.join(names)}): a run uses {_where()}, and all where its weights do not fit"
+        found = f"{len(names)} GPUs ({', '.join(names)}): a run uses {_where()}, or all if its weights do not fit"
         return (
             CheckState.NOTE,
             found,
-            "choose with --device, as in --device cuda:1, or cuda:0,cuda:1 for layers on both",
+            "choose with --device, as in --device cuda:1; cuda:0,cuda:1 splits the layers over both",
         )
     name = processor()
     if torch.version.cuda is None:
         return (
             CheckState.NOTE,
             f"CPU only ({name}): this torch has no CUDA",
-            "a GPU needs a torch built for CUDA",
+            "to use a GPU, install a torch built for CUDA",
         )
-    fix = "see that nvidia-smi shows a GPU and that its driver is new enough for this torch"
+    fix = "check that nvidia-smi shows a GPU and that its driver is new enough for this torch"
     return CheckState.NOTE, f"CPU only ({name}): torch is built for CUDA {torch.version.cuda} and sees no GPU", fix
 
 
@@ -176,8 +181,8 @@ def _memory() -> Finding:
         found += f", device {format_bytes(free)} free of {format_bytes(total)}"
     limit = cgroup.memory_limit()
     if limit is not None and limit < memory.total:
-        fix = "raise the memory limit of the container: the KV cache lies in host memory"
-        return CheckState.NOTE, f"{found}, but this process may take {format_bytes(limit)}", fix
+        fix = "raise the memory limit of the container: the KV cache is in host memory"
+        return CheckState.NOTE, f"{found}, but this process may use {format_bytes(limit)}", fix
     return CheckState.OK, found
 
 
@@ -190,7 +195,7 @@ def _bandwidth() -> Finding:
         return (
             CheckState.NOTE,
             f"{found}; memory copy varies by {spread:.0%}",
-            "other programs use this machine: timings taken now are not reliable",
+            "stop other programs before you measure: timings are not reliable now",
         )
     return CheckState.OK, found
 
@@ -235,9 +240,9 @@ def _weights() -> Finding:
     ways = {f"{weights} ({' and '.join(how.packages)})": how for weights, how in ON_LOADING.items()}
     here = [name for name, how in ways.items() if how.made is not None]
     if len(here) == len(ways):
-        return CheckState.OK, f"--weights can be {', '.join(here)}"
+        return CheckState.OK, f"--weights supports {', '.join(here)}"
     missing = ", ".join(name for name in ways if name not in here)
-    found = f"--weights can be {', '.join(here) or 'nothing but auto'}: not {missing}"
+    found = f"--weights supports {', '.join(here) or 'only auto'}; not installed: {missing}"
     return CheckState.NOTE, found, "pip install 'kvcli[weights]'"
 
 
@@ -276,7 +281,7 @@ def _disk() -> Finding:
     free = shutil.disk_usage(place).free
     found = f"{format_bytes(free)} free for checkpoints in {HF_HUB_CACHE}"
     if not os.access(place, os.W_OK):
-        return CheckState.NOTE, f"{HF_HUB_CACHE} cannot be written to", "set HF_HOME to a directory of your own"
+        return CheckState.NOTE, f"{HF_HUB_CACHE} cannot be written to", "set HF_HOME to a writable directory"
     if free < _ROOM:
         return CheckState.NOTE, f"{found}: an 8B model takes 16 GB", "free some space, or set HF_HOME to a larger disk"
     return CheckState.OK, found
@@ -302,7 +307,7 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
 }
 _FIXES = {
     "pinned memory": "raise ulimit -l and the container's memory limit",
-    "triton": "install triton in the version that torch asks for, and a C compiler",
+    "triton": "install triton in the version that torch requires, and a C compiler",
     "CUDA graphs": "update the driver; meanwhile use --device cpu",
     "bandwidth": "free some memory and run again",
 }
@@ -371,14 +376,14 @@ def _memory_check(
 
 def _weight_check(form: WeightForm, geometry: ModelGeometry) -> Check:
     """Describe how the weights are held, and what a machine lacks for that."""
-    spared = f"; {len(geometry.spared)} linear layers are spared" if geometry.spared and not form.widened else ""
+    spared = f"; {len(geometry.spared)} linear layers stay unquantised" if geometry.spared and not form.widened else ""
     found = f"{form.name}, {'in the files' if form.stored else 'on loading'}{spared}"
     try:
         form.require()
     except KvcliError as error:
         return Check("weights", CheckState.BROKEN, error.what, error.hint)
     if form.widened:
-        return Check("weights", CheckState.NOTE, f"{found}; made wide here", WIDER)
+        return Check("weights", CheckState.NOTE, f"{found}; unpacked on loading", WIDER)
     return Check("weights", CheckState.OK, found)
 
 
@@ -392,15 +397,18 @@ def _states(geometry: ModelGeometry) -> Iterator[Check]:
     """Describe which layers keep a state of fixed size, and the consequences."""
     places = [place for place, layer in enumerate(geometry.decoder) if layer.state]
     size = format_bytes(sum(state.nbytes for state in geometry.states))
-    kept = f"each {PAGE * STATE_PAGES:,} tokens and near the end"
+    kept = f"every {PAGE * STATE_PAGES:,} tokens and near the end"
     if all(state.resumes for state in geometry.states):
-        found = f"{layer_numbers(places)}; {size} a sequence. Saved KV and chats can be gone on from {kept}"
+        found = f"{layer_numbers(places)}; {size} per sequence. Saved KV and chats can continue {kept}"
         yield Check("keep a state", CheckState.OK, found)
     else:
         found = (
-            f"{layer_numbers(places)}; {size} a sequence. A prompt's beginning is read at once by them, not by chunks"
+            f"{layer_numbers(places)}; {size} per sequence. "
+            "They prefill a prompt's beginning in one piece, not in chunks"
         )
-        yield Check("keep a state", CheckState.NOTE, found, "long prompts take much memory, and turns of a chat long")
+        yield Check(
+            "keep a state", CheckState.NOTE, found, "long prompts need much memory, and turns of a chat much time"
+        )
 
 
 def layer_numbers(places: Sequence[int]) -> str:

@@ -51,7 +51,7 @@ from kvcli.telemetry.report import HeadCounts
 from kvcli.telemetry.timeline import Span, Timeline
 
 DEFAULT_CONTEXT = 8192
-_WAY_OUT = "take a smaller --context, --batch-size or --dtype"
+_WAY_OUT = "use a smaller --context, --batch-size or --dtype"
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
     ids = None if request.document is None else checkpoint.tokenizer(request.document, verbose=False)["input_ids"]
     loads = _loads(request, ids)
     if request.nvtx and checkpoint.device.type != "cuda":
-        raise KvcliError("--nvtx marks what a GPU does, and there is none", "leave --nvtx out", ExitCode.USAGE)
+        raise KvcliError("--nvtx needs a GPU, and there is none", "leave --nvtx out", ExitCode.USAGE)
     for option, asked in {"--peers": request.peers, "--nvtx": request.nvtx}.items():
         if asked and checkpoint.placement is not None:
-            what = f"{option} is for one device, and layers lie on {checkpoint.placement}"
+            what = f"{option} works on one device, but layers are on {checkpoint.placement}"
             raise KvcliError(what, f"name one device, or leave {option} out", ExitCode.USAGE)
     tiers = {load: _tier(request, checkpoint, load) for load in loads}
     refused = _refused(request, checkpoint, loads, tiers)
@@ -147,7 +147,7 @@ def _loads(request: ProfileRequest, ids: Sequence[int] | None) -> list[Load]:
     if ids is not None and len(ids) < max(contexts):
         raise KvcliError(
             f"the document has {len(ids):,} tokens, fewer than a context of {max(contexts):,}",
-            "leave --context out, or the document",
+            "leave out --context or the document",
             ExitCode.USAGE,
         )
     return [Load(context, batch, request.warmup, request.steps) for context in contexts for batch in request.batches]
@@ -206,8 +206,8 @@ def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load,
     if checkpoint.device.type == "cpu" and kept + checkpoint.geometry.weight_bytes > free:
         raise KvcliError(
             f"the KV of {load.context:,} tokens for {len(each)} methods needs {format_bytes(kept)}, "
-            f"{format_bytes(free)} are free",
-            "name fewer methods at once, or leave --read out",
+            f"but {format_bytes(free)} are free",
+            "name fewer methods, or leave --read out",
             ExitCode.WILL_NOT_FIT,
         )
 
@@ -223,9 +223,9 @@ def _warn(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load]
             observer.notice(f"{entry.label}: {entry.profile.notice}")
     for name in dict.fromkeys(entry.profile.method for entry in request.entries):
         if request.ablate and not get_method(name).ablation:
-            observer.notice(f"--ablate: {name} declares no parts that can be taken out")
+            observer.notice(f"--ablate: {name} has no parts to switch off")
     if request.ablate and checkpoint.device.type == "cpu":
-        observer.notice("--ablate: how pages are copied, and into how many buffers, makes no difference on a CPU")
+        observer.notice("--ablate: on a CPU, the ablations of page copies and buffers make no difference")
 
 
 def _candidates(

@@ -272,11 +272,11 @@ def notes(report: ProfileReport) -> list[tuple[str, str]]:
     found = [
         (
             "runs",
-            f"{counted(rounds, 'run')} of {counted(options['steps'], 'step')} each, in turn, after "
+            f"{counted(rounds, 'run')} of {counted(options['steps'], 'step')} each, alternating, after "
             f"{counted(options['warmup'], 'warm-up step')}; a step is the median of the runs' medians, a speedup that "
             "of the ratios to the first row, each within one round",
         ),
-        ("KV", "of prompts that the model read" if read else "seeded noise, not a text's"),
+        ("KV", "of prompts that the model prefilled" if read else "seeded noise, not of a text"),
     ]
     said: dict[str, list[str]] = {}
     for case in report.cases:
@@ -284,7 +284,9 @@ def notes(report: ProfileReport) -> list[tuple[str, str]]:
             said.setdefault(notice, []).append(case.label)
     found += [("pipeline", f"{', '.join(dict.fromkeys(labels))}: {notice}") for notice, labels in said.items()]
     if report.model["source"] == "dummy":
-        found.append(("weights", "random: queries turn at every step, so corrections and recalls are the worst case"))
+        found.append(
+            ("weights", "random: low query similarity between steps, the worst case for corrections and recalls")
+        )
     rates = ", ".join(f"{label} {value}" for label, value in rate_rows(report.ceilings))
     found.append(("roofline", f"the bytes and operations of a step, at rates measured here: {rates}"))
     if report.model["device"] == "cpu":

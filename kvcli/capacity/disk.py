@@ -37,7 +37,7 @@ def disk_tier(
     """
     if not profile.settings.on_host:
         what = f"--kv-disk: method {profile.method!r} keeps no KV in host memory with these settings"
-        raise usage_error(what, "take a method that does, such as freekv or offload, or leave it out")
+        raise usage_error(what, "use a method that does, such as freekv or offload, or leave --kv-disk out")
     if free is None:
         free = available(device)["host"]
     tier = DiskTier(asked.folder, free // 2 if asked.host_memory is None else asked.host_memory, sequences)

@@ -90,7 +90,7 @@ def planned_method(
             profile = profile.for_prompt(prompt_tokens)
     if capacity > LONGEST_SEQUENCE:
         what = f"a sequence of {capacity:,} tokens is longer than any memory can hold"
-        raise KvcliError(what, "take fewer tokens", ExitCode.WILL_NOT_FIT)
+        raise KvcliError(what, "use fewer tokens", ExitCode.WILL_NOT_FIT)
     dense, layers = getattr(profile.settings, "dense_layers", 0), len(geometry.layers)
     if dense > layers:
         what = f"{profile.method}: dense_layers = {dense}, but the model has {layers} layers"
@@ -213,7 +213,7 @@ def check(
     together: int = 0,
     layers_beside: int = 0,
     disk: DiskTier | None = None,
-    way_out: str = "take a smaller --budget, --dtype, --max-tokens or --num-samples, or fewer files at once",
+    way_out: str = "use a smaller --budget, --dtype, --max-tokens or --num-samples, or fewer files at once",
 ) -> None:
     """Refuse a run that will not fit; `together` to `disk` are as in `need`, `way_out` says what a user can change.
 
@@ -268,8 +268,8 @@ def check(
     raise KvcliError(
         f"{run} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
         f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
-        f"{format_bytes(free[pool])} are free",
-        f"{least}; or {way_out}" + (", or leave out what --audit or --lossless hold beside it" if beside else ""),
+        f"but {format_bytes(free[pool])} are free",
+        f"{least}; or {way_out}" + (", or leave out --audit or --lossless" if beside else ""),
         ExitCode.WILL_NOT_FIT,
     )
 

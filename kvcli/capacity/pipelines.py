@@ -32,13 +32,13 @@ def choose(
         raise usage_error("--lossless writes the text of full attention, which --audit compares with", "leave one out")
     second = next((option for option in watching if option not in ("--trace", "--kv-disk")), None)
     if kept and second is not None:
-        what = f"{second} has full attention beside the method, which --checkpoint does not keep"
+        what = f"{second} runs full attention in addition, which --checkpoint does not save"
         raise usage_error(what, "leave one out")
     obstacle = _obstacle(profile, checkpoint, watching[0] if watching else None, kept)
     if wanted == "auto":
         return "overlapped" if obstacle is None and checkpoint.device.type == "cuda" else "blocking"
     if wanted != "blocking" and obstacle is not None:
-        hint = "leave --pipeline out, or take --pipeline blocking"
+        hint = "leave --pipeline out, or use --pipeline blocking"
         raise usage_error(f"--pipeline {wanted}: {obstacle}", hint)
     return wanted  # type: ignore[return-value]
 
@@ -51,7 +51,7 @@ def _obstacle(profile: Profile, checkpoint: Checkpoint, watching: str | None, ke
     if checkpoint.device.type == "cuda" and form is not None and not (form.captured or form.widened):
         return f"a CUDA graph cannot hold the products with {form.name} weights"
     if kept:
-        return "--checkpoint keeps what blocking steps leave behind"
+        return "--checkpoint needs blocking steps"
     if gpu_step_of(get_method(profile.method), profile.settings) == BLOCKING:
         return f"method {profile.method!r} with these settings is served by the blocking pipeline alone"
     return None

@@ -24,17 +24,17 @@ def choose(
     """
     full, longest, geometry = reference_profile(), max(capacities), checkpoint.geometry
     budget = getattr(retrieval.settings, "budget", 0)
-    instead = f"no --method: {retrieval.method} with profile {retrieval.name}"
+    instead = f"no --method: using {retrieval.method} with profile {retrieval.name}"
     kv = sum(_bytes(full, checkpoint, tokens) for tokens in capacities) * samples
     if longest > BUDGETS * budget and kv > SHARE * geometry.weight_bytes:
-        return retrieval, f"{instead}, which reads about {budget:,} of {longest:,} tokens in a step"
+        return retrieval, f"{instead}, which reads about {budget:,} of {longest:,} tokens per step"
     try:
         check()
     except KvcliError as error:
         if error.exit_code != ExitCode.WILL_NOT_FIT:
             raise
         return retrieval, f"{instead}, because full attention does not fit into memory"
-    return full, f"no --method: full attention, because reading all of {longest:,} tokens is cheap"
+    return full, f"no --method: using full attention, because reading all of {longest:,} tokens is cheap"
 
 
 def _bytes(profile: Profile, checkpoint: Checkpoint, tokens: int) -> int:

@@ -29,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
-app.add_typer(batch, name="batch", help="Run a file of prompts; only rows in flight are ever lost.")
+app.add_typer(batch, name="batch", help="Run a file of prompts; run it again to resume.")
 app.command()(chat)
 app.command()(prefill)
 app.add_typer(kv, name="kv")

@@ -51,13 +51,13 @@ class Files:
     """The sources of rows, the place of results, and the question for rows that have none."""
 
     source: str = options.argument(
-        ..., "IN", "A file of rows (.jsonl, .jsonl.gz, .jsonl.zst; - is standard input) or a folder of documents."
+        ..., "IN", "Rows file (.jsonl, .jsonl.gz, .jsonl.zst; - is standard input) or folder of documents."
     )
     output: Path | None = options.OUTPUT(
-        None, "--output -o", "OUT.jsonl", "Write results to OUT, and go on from it when run again.", options.output_file
+        None, "--output -o", "OUT.jsonl", "Write results to OUT; run again to resume.", options.output_file
     )
     prompt: str | None = options.INPUT(
-        None, "--prompt -p", "TEXT", "Question on documents without one of their own.", env=False, utf8="-p"
+        None, "--prompt -p", "TEXT", "Question for documents without one.", env=False, utf8="-p"
     )
 
 
@@ -65,23 +65,23 @@ class Files:
 class Rows:
     """The rows to do, and how many together."""
 
-    validate_only: bool = _ROWS.flag("--validate-only", "Check all rows, list what is wrong with them, and end.")
-    overwrite: bool = _ROWS.flag("--overwrite", "Do rows again whose text or options changed, instead of refusing OUT.")
-    retry_errors: bool = _ROWS.flag("--retry-errors", "Do rows again that failed.")
+    validate_only: bool = _ROWS.flag("--validate-only", "Check all rows, list all problems, and exit.")
+    overwrite: bool = _ROWS.flag("--overwrite", "Redo rows whose text or options changed, instead of refusing OUT.")
+    retry_errors: bool = _ROWS.flag("--retry-errors", "Redo rows that failed.")
     max_inflight: int = _ROWS(
-        16, "--max-inflight", "N", "Rows decoded together, as far as memory holds them.", options.positive_count
+        16, "--max-inflight", "N", "Most rows decoded together, if memory holds them.", options.positive_count
     )
     prefill_share: float = _ROWS(
         0.8,
         *("--prefill-share", "0..1"),
-        "Part of the time that reading new prompts gets while rows run: 1 stalls them, less keeps them going.",
+        "Share of time for new prompts while rows decode; 1 pauses decoding.",
         share,
     )
     grace: float = _ROWS(
         20.0,
         "--grace",
         "SECONDS",
-        "After Ctrl-C or SIGTERM, time for rows in flight to end.",
+        "Time for rows in flight to finish after Ctrl-C or SIGTERM.",
         options.at_least(0, options.number),
     )
 
@@ -93,27 +93,29 @@ class Machines:
     shard: str | None = _MACHINES(
         None,
         *("--shard", "I/N|slurm"),
-        "Do part I of N, into a file of its own beside OUT; slurm takes both from the job array.",
+        "Run part I of N into a file next to OUT; slurm takes both from the job array.",
     )
     engine: Literal["local", "ray"] = _MACHINES(
-        "local", "--engine", None, "ray runs a shard by each of several workers, and joins their files."
+        "local", "--engine", None, "ray: run one shard per worker and join their files."
     )
     workers: int | None = _MACHINES(
-        None, "--workers", "N", "For ray; by default as many as there are GPUs.", options.positive_count
+        None, "--workers", "N", "Ray workers. Default: one per GPU.", options.positive_count
     )
     gpus_per_worker: float | None = _MACHINES(
-        None, "--gpus-per-worker", "N", "For ray; by default 1.", options.at_least(0, options.number)
+        None, "--gpus-per-worker", "N", "GPUs per Ray worker. Default: 1.", options.at_least(0, options.number)
     )
-    address: str | None = _MACHINES(None, "--address", "HOST:PORT", "A Ray cluster; by default one is started here.")
+    address: str | None = _MACHINES(None, "--address", "HOST:PORT", "Ray cluster. Default: start one here.")
 
 
 @options.group
 class Watched(options.Output):
     """How to watch a run, even from elsewhere."""
 
-    log_json: bool = options.OUTPUT.flag("--log-json", "A line of JSON a minute on stderr, instead of the display.")
+    log_json: bool = options.OUTPUT.flag(
+        "--log-json", "Write a line of JSON to stderr every minute, instead of the display."
+    )
     metrics_port: int | None = options.OUTPUT(
-        None, "--metrics-port", "PORT", "Serve metrics to Prometheus.", options.at_least(1, options.whole)
+        None, "--metrics-port", "PORT", "Serve metrics to Prometheus on this port.", options.at_least(1, options.whole)
     )
 
 
@@ -131,14 +133,14 @@ def run(
     machines: Machines,
     shown: Annotated[Watched, options.Some("log_json metrics_port quiet debug")],
 ) -> None:
-    """Run a file of prompts; only rows in flight are ever lost.
+    """Run a file of prompts; run it again to resume.
 
     kvcli batch prompts.jsonl -o answers.jsonl -m DIR --max-inflight 32
 
-    Rows are those of OpenAI's batch files, or short ones: custom_id, document or
-    document_file, prompt. A result is on disk before the next row takes its place; the
-    same command goes on where it stopped. kvcli batch merge joins the files of shards,
-    kvcli batch status shows how a run gets on.
+    Rows are OpenAI batch requests, or short rows: custom_id, document or document_file,
+    prompt. Every result is written to disk when its row ends. To resume, run the same
+    command again. kvcli batch merge joins the files of shards, and kvcli batch status
+    shows the progress.
 
     Exit codes: 0 done, 1 failed, 2 usage, 4 some rows failed, 130 interrupted (143 by
     SIGTERM, 129 by SIGHUP), 141 stdout was closed.
@@ -154,16 +156,14 @@ def run(
         raise usage_error(f"the prompt {prompt!r} is empty", "give -p some text, or leave it out")
     part = None if machines.shard is None else Shard.named(machines.shard, os.environ)
     if part is not None and output is None:
-        raise usage_error("--shard without -o: a shard writes a file of its own beside OUT", "name OUT with -o")
+        raise usage_error("--shard needs -o: a shard writes a file next to OUT", "name OUT with -o")
     by_ray, of_ray = machines.engine == "ray", (machines.address, machines.workers, machines.gpus_per_worker)
     if not by_ray and any(given is not None for given in of_ray):
-        raise usage_error(
-            "--workers, --gpus-per-worker and --address go with --engine ray", "add it, or leave them out"
-        )
+        raise usage_error("--workers, --gpus-per-worker and --address need --engine ray", "add it, or leave them out")
     if by_ray and (output is None or source == "-"):
-        raise usage_error("--engine ray reads and writes files that all workers see", "name IN, and OUT with -o")
+        raise usage_error("--engine ray needs files that all workers see", "name IN, and OUT with -o")
     if by_ray and (part is not None or rows.validate_only):
-        what = f"--engine ray with {'--shard' if part is not None else '--validate-only'}"
+        what = f"--engine ray does not work with {'--shard' if part is not None else '--validate-only'}"
         raise usage_error(what, "leave one of them out")
     hush_libraries(False)
     request = BatchRequest(
@@ -226,7 +226,7 @@ def _run(
         console.print_batch_summary(tally.progress(), request.validate_only)
     found = tally.progress()
     if stop.signal is not None and found.ended < found.total:
-        observer.notice(f"interrupted; {tally.dropped:,} rows in flight were dropped, the same command goes on")
+        observer.notice(f"interrupted; {tally.dropped:,} rows in flight were dropped. To resume, run the same command")
         return 128 + stop.signal
     return ExitCode.PARTIAL if found.failed + found.earlier_failed else ExitCode.OK
 
@@ -253,17 +253,15 @@ def _watched(tally: Tally, display: BatchDisplay, shown: Watched) -> Iterator[No
 class Shards:
     """The files of shards."""
 
-    source: str = options.argument(..., "IN", "The rows, as the shards were given them.")
-    output: Path = options.OUTPUT(
-        ..., "--output -o", "OUT.jsonl", "As the shards were given it: their files lie beside it."
-    )
+    source: str = options.argument(..., "IN", "The IN of the shards.")
+    output: Path = options.OUTPUT(..., "--output -o", "OUT.jsonl", "The OUT of the shards; their files are next to it.")
 
 
 @options.group
 class Results:
     """The file of a run."""
 
-    output: Path = options.argument(..., "OUT", "The file that -o was given, with or without --shard.")
+    output: Path = options.argument(..., "OUT", "The file given to -o, with or without --shard.")
 
 
 @command
@@ -275,8 +273,8 @@ def merge(
 
     kvcli batch merge prompts.jsonl -o answers.jsonl
 
-    Every row has to have one result, all by one model and profile; otherwise nothing is
-    written, and what is missing is named.
+    Every row needs exactly one result, all from one model and profile. Otherwise nothing
+    is written, and the error names the missing rows.
 
     Exit codes: 0 done, 1 not all rows have a result, 2 usage, 4 some rows failed.
     """

@@ -26,33 +26,33 @@ class Text:
     target: str = options.argument(
         ..., "TARGET", "What to find: a value (tau, rank, budget, threshold) or a file (heads, gates, skew, pca)."
     )
-    files: tuple[str, ...] = options.argument((), "[FILE]...", "Text to find it on; built-in text without.")
-    length: int = _TEXT(4096, "--length", "TOKENS", "Of a prompt.", options.positive_count)
-    steps: int = _TEXT(
-        64, "--steps", "N", "Tokens that follow a prompt and are compared one by one.", options.positive_count
-    )
-    samples: int = _TEXT(16, "--samples", "N", "Passages, at most.", options.positive_count)
-    seed: int = _TEXT(0, "--seed", "N", "Same seed, same built-in text.", options.whole, env=True)
+    files: tuple[str, ...] = options.argument((), "[FILE]...", "Text to calibrate on. Default: built-in text.")
+    length: int = _TEXT(4096, "--length", "TOKENS", "Tokens of each prompt.", options.positive_count)
+    steps: int = _TEXT(64, "--steps", "N", "Tokens after each prompt, compared one by one.", options.positive_count)
+    samples: int = _TEXT(16, "--samples", "N", "Most passages to use.", options.positive_count)
+    seed: int = _TEXT(0, "--seed", "N", "Random seed of the built-in text.", options.whole, env=True)
 
 
 @options.group
 class Wanted:
     """The method, the settings to try, and how close it has to stay."""
 
-    method: str | None = _METHOD(None, "--method", "NAME", "Method; by default the target's own.")
-    profile: str | None = _METHOD(None, "--profile", "NAME|FILE.toml", "Settings that are not calibrated.")
-    settings: tuple[str, ...] = _METHOD((), "--set", "KEY=VALUE", "One of them; repeatable.")
+    method: str | None = _METHOD(None, "--method", "NAME", "Method. Default: the target's own.")
+    profile: str | None = _METHOD(
+        None, "--profile", "NAME|FILE.toml", "Profile of the settings that are not calibrated."
+    )
+    settings: tuple[str, ...] = _METHOD((), "--set", "KEY=VALUE", "Change one of these settings; repeatable.")
     values: tuple[str, ...] = _METHOD(
         (),
         *("--values", "KEY=A,B,..."),
-        "Values to try for a setting instead of the target's own; repeatable, all combinations.",
+        "Values to try for a setting, instead of the target's own; repeat for all combinations.",
     )
     max_loss: float = _METHOD(
         0.01,
-        *("--max-loss", "NATS", "KL divergence that a setting may add, two standard errors included."),
+        *("--max-loss", "NATS", "KL divergence that a setting may add, including two standard errors."),
         options.at_least(0, options.number),
     )
-    per_layer: bool = _METHOD.flag("--per-layer", "Try a value of its own for each layer, too: tau.")
+    per_layer: bool = _METHOD.flag("--per-layer", "Also try a separate value for each layer (tau).")
 
 
 @command
@@ -64,7 +64,7 @@ def calibrate(
         options.Output,
         options.Some(
             "output json html quiet debug",
-            output={"metavar": "FILE.toml", "help": "Write the profile found.", "read": None},
+            output={"metavar": "FILE.toml", "help": "Write the profile to FILE.toml.", "read": None},
         ),
     ],
 ) -> None:
@@ -72,19 +72,19 @@ def calibrate(
 
     kvcli calibrate tau --method freekv -m DIR book.txt -o mine.toml
 
-    Every value is compared with full attention on the same text. The cheapest one
-    whose loss stays within --max-loss is chosen and becomes a profile for --profile.
-    For tau and rank that is the loss added to their closest value, since neither
-    makes up for a small budget; the loss from full attention is shown next to it.
-    heads, gates, skew and pca are found once for a model and saved next to such a profile.
+    Compares every value with full attention on the same text. Chooses the cheapest one
+    whose loss stays within --max-loss, and writes it as a profile for --profile. For tau
+    and rank this is the loss added to their closest value, since neither makes up for a
+    small budget; the loss from full attention is shown next to it. heads, gates, skew
+    and pca are found once per model and saved next to the profile.
 
     Exit codes: 0 done, 1 no value stays within --max-loss, 2 usage, 3 will not fit in
-    memory, 130 interrupted, what was measured is shown, 141 stdout was closed.
+    memory, 130 interrupted (shows what was measured), 141 stdout was closed.
     """
     file, html, values = output.output, output.html, wanted.values
     if file is not None and file.suffix != ".toml":
         raise usage_error(f"-o {file}: --profile takes files that end in .toml", f"try {file}.toml")
-    outputs = {"-o": file, "its file beside it": file and _companion(file), "--html": html}
+    outputs = {"-o": file, "the file next to it": file and _companion(file), "--html": html}
     check_files(outputs, model, text.files, [wanted.profile], settings=wanted.settings)
 
     from kvcli.inputs.profiles import resolve_profile
@@ -148,14 +148,14 @@ def _check_companion(path: Path) -> None:
     from kvcli.quality.calibrate.tensors import is_ours
 
     if path.exists() and not is_ours(path):
-        what = f"the tensors would replace {path}, which no calibration wrote"
+        what = f"the tensors would replace {path}, which calibrate did not write"
         raise usage_error(what, "give -o another name or directory")
 
 
 def _save(found: TensorCalibration, output: Path | None, say: Callable[[str], None], writer: OutputWriter) -> ExitCode:
     """Write the file and the profile that uses it."""
     if output is None:
-        say("nothing was written; name a profile with -o, the file comes to lie beside it")
+        say("nothing was written; to save the profile and its file, name it with -o")
         return ExitCode.OK
     beside = _companion(output)
     if writer.file(beside, found.tensor_file()) and writer.file(output, found.to_toml(beside)):

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from kvcli.chat import Dialogue
 
 HELP = """\
-/method NAME     answer by another method, from the same KV where it can take it
+/method NAME     answer with another method; reuses the KV if the method can
 /budget TOKENS   tokens attended per layer and KV head, as in 4K
 /set KEY=VALUE   change one setting of the method
-/stats           what the last answer took and moved
-/save DIR        save the KV of what was read, for kvcli generate --kv DIR
-/retry           answer the last question once more
-/help            these lines
-/quit            end (also Ctrl-D)
-Ctrl-C stops an answer; what came of it stays in the conversation."""
+/stats           show the statistics of the last answer
+/save DIR        save the KV, for kvcli generate --kv DIR
+/retry           answer the last question again
+/help            show these lines
+/quit            end the session (also Ctrl-D)
+Ctrl-C stops an answer; its text so far stays in the conversation."""
 
 
 class AnswerStopped(KeyboardInterrupt):
@@ -43,7 +43,7 @@ def chat(
     asked: Annotated[options.Input, options.Some("files", files={"help": "Text documents to talk about."})],
     kv: Annotated[
         options.KVOptions,
-        options.Some("kv", kv={"help": "Begin with a document's saved KV; without FILE, that document."}),
+        options.Some("kv", kv={"help": "Start from saved KV; without FILE, from its document."}),
     ],
     template: options.Template,
     model: options.ModelOptions,
@@ -59,36 +59,36 @@ def chat(
         options.Sampling,
         options.Some(
             "max_tokens temperature top_p top_k min_p seed stop",
-            max_tokens={"default": 1024, "help": "Longest answer, as in 256 or 16K."},
+            max_tokens={"default": 1024, "help": "Most tokens per answer, as in 256 or 16K."},
         ),
     ],
     output: Annotated[
         options.Output,
         options.Some(
             "json output quiet verbose debug",
-            quiet={"help": "Only the answers: no progress or notes."},
-            verbose={"help": "Settings and versions in /stats as well."},
+            quiet={"help": "Show only the answers: no progress or notes."},
+            verbose={"help": "Also show settings and versions in /stats."},
         ),
     ],
 ) -> None:
-    """Talk about long documents, which are read once.
+    """Chat about long documents; each is prefilled once.
 
     kvcli chat report.txt --method freekv --budget 2K
 
-    A line is a question, /help lists what else can be said. Questions can be piped
-    in, one a line: answers go to stdout, everything else to stderr. --json prints
-    all turns at the end, in the form of kvcli generate.
+    Every line is a question; /help lists the commands. You can pipe questions in, one
+    per line. Answers go to stdout, everything else to stderr. --json prints all turns
+    at the end, in the format of kvcli generate.
 
     Exit codes: 0 done, 1 the last answer failed, 2 usage, 3 will not fit in memory,
-    143 ended by SIGTERM, 129 by SIGHUP; a pipe's session also by Ctrl-C, 130.
+    143 ended by SIGTERM, 129 by SIGHUP; with piped questions also 130 by Ctrl-C.
     """
     if disk is not None:
-        what = "--kv-disk is not for chat: between turns a conversation keeps all of its KV in host memory"
+        what = "chat does not take --kv-disk: between turns it keeps all KV in host memory"
         raise usage_error(what, "ask all questions in one run: kvcli generate FILE --questions FILE --kv-disk DIR")
     model, taken = model_of(model, kv.use)
     check_files({"-o": output.output}, model, asked.files, settings=method.settings)
     if "-" in asked.files:
-        raise usage_error("- is no document here: standard input has the questions", "name a file")
+        raise usage_error("- cannot be a document: standard input has the questions", "name a file")
     template = template_of(context, template, kv.use, settled=bool(asked.files))
     document = _documents(asked, kv.use)
     hush_libraries(output.verbose)
@@ -166,13 +166,13 @@ class Session:
             if not rest.strip():
                 raise usage_error("/save takes a directory", "as in /save report-kv")
             tokens = self.dialogue.save(Path(rest.strip()))
-            self.console.notice(f"saved {tokens:,} tokens; kvcli generate FILE --kv {rest.strip()} -p ... asks them")
+            self.console.notice(f"saved {tokens:,} tokens; to use them: kvcli generate FILE --kv {rest.strip()} -p ...")
         elif name == "retry":
             self._answer(self.dialogue.retry())
         elif name == "help":
             print(HELP, file=sys.stderr)
         else:
-            raise usage_error(f"no command /{name}", "see /help")
+            raise usage_error(f"unknown command /{name}", "see /help")
 
     def _answer(self, pieces: Iterator[str]) -> None:
         """Show an answer as it comes, a line end after it."""
@@ -205,7 +205,7 @@ class Session:
     def _set(self, assignment: str) -> None:
         key, equals, value = assignment.partition("=")
         if not (equals and value):
-            raise usage_error(f"{assignment!r} is no KEY=VALUE", "as in /set window=1K, or /budget 4K")
+            raise usage_error(f"{assignment!r} is not KEY=VALUE", "as in /set window=1K, or /budget 4K")
         now = self.dialogue.profile
         self._use(now.method, now.settings.model_dump(exclude_unset=True) | {key.strip(): value.strip()})
 
@@ -215,17 +215,19 @@ class Session:
         self.dialogue.profile = resolve_profile(method, overrides=overrides)
         settings = self.dialogue.profile.settings.model_dump()
         shown = f", budget {settings['budget']:,}" if "budget" in settings else ""
-        self.console.notice(f"the next answer comes from {method}{shown}")
+        self.console.notice(f"the next answers use {method}{shown}")
 
     def _stats(self) -> None:
         from kvcli.ui.console import print_statistics
 
         if not self.dialogue.exchanges:
-            raise usage_error("nothing was asked yet", "ask something")
+            raise usage_error("nothing was asked yet", "ask a question first")
         answer = self.dialogue.report(last=1)
         kv = answer.sequences[0].kv
         print_statistics(answer, [answer.sequences[0].source], self.verbose)
-        self.console.notice(f"read {kv.read_tokens:,} of {answer.sequences[0].prompt_tokens:,} tokens, kept the others")
+        self.console.notice(
+            f"prefilled {kv.read_tokens:,} of {answer.sequences[0].prompt_tokens:,} tokens, reused the others"
+        )
 
 
 def _documents(asked: options.Input, kv: Path | None) -> str:
@@ -274,7 +276,7 @@ def _lines() -> Iterator[str | KvcliError]:
 
 def _not_text(line: str, error: UnicodeDecodeError) -> KvcliError:
     what = f"{line} is not UTF-8 text (byte {error.start})"
-    return usage_error(what, "check the encoding of the file or terminal; the other lines are asked")
+    return usage_error(what, "check the encoding of the file or terminal; the other lines are used")
 
 
 @contextmanager

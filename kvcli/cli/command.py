@@ -142,7 +142,7 @@ def each(text: str | None, name: str, read: Callable[[str], T]) -> list[T]:
     try:
         return [read(entry) for entry in entries]
     except ValueError as error:
-        raise usage_error(f"{name}: {error}", f"mend it, or leave {name} out") from None
+        raise usage_error(f"{name}: {error}", f"fix it, or leave {name} out") from None
 
 
 def distinct(text: str | None, name: str) -> list[int]:
@@ -250,9 +250,9 @@ def model_of(asked: ModelOptions, kv: Path | None) -> tuple[ModelOptions, str | 
     if saved.model == "demo":
         return asked, None
     if "/" in saved.model and Path(saved.model).is_absolute() and not Path(saved.model).exists():
-        raise usage_error(f"{kv}: saved with {saved.model}, which is not there", "name the model's new place with -m")
-    dtype = saved.dtype if asked.dtype == "auto" else asked.dtype
-    return replace(asked, model=saved.model, dtype=dtype), f"no -m: {saved.model}, with which {kv} was saved"
+        raise usage_error(f"{kv}: saved with {saved.model}, which does not exist", "name the model's new path with -m")
+    dtype: Any = saved.dtype if asked.dtype == "auto" else asked.dtype
+    return replace(asked, model=saved.model, dtype=dtype), f"no -m: using {saved.model}, the model of {kv}"
 
 
 def hush_libraries(verbose: bool) -> None:

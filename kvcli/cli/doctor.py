@@ -16,7 +16,9 @@ from kvcli.inputs.options import ModelOptions, Output, Panel, Some, group
 class Warmth:
     """Work in addition to the checks."""
 
-    warm: bool = Panel("Machine").flag("--warm", "Compile the loops for this processor now, not in the first run.")
+    warm: bool = Panel("Machine").flag(
+        "--warm", "Compile the loops for this processor now instead of in the first run."
+    )
 
 
 @command
@@ -27,7 +29,7 @@ def doctor(
             "model dtype weights offline",
             model={
                 "metavar": "NAME",
-                "help": "Check this checkpoint, config.json, hub id or shape instead; weights are not needed.",
+                "help": "Check this checkpoint, config.json, hub id or shape instead; needs no weights.",
                 "env": False,
             },
         ),
@@ -39,10 +41,10 @@ def doctor(
 
     kvcli doctor -m qwen3-next-80b-a3b
 
-    Every problem comes with its remedy. With -m, tells from a model's config alone
-    whether kvcli runs it in this machine's memory, and which of its layers retrieve.
+    Names a remedy for every problem. With -m, checks from the model's config alone
+    whether kvcli runs it in this machine's memory, and lists the layers that retrieve.
 
-    Exit codes: 0 kvcli can be used, with the model if one is given; 1 something that it
+    Exit codes: 0 kvcli works, and runs the model if one is given; 1 something that it
     needs is broken, or it does not run the model; 2 usage, 3 the model will not fit in
     memory, 130 interrupted, 141 stdout was closed.
     """

@@ -27,19 +27,19 @@ class Tasks:
     tasks: str = _TASKS(
         ...,
         *("--tasks", "A,B"),
-        f"Synthetic tasks ({', '.join(TASKS)}), needle_grid, needle_turns, ppl, ppl:FILE, fidelity:FILE, files of "
-        "benchmarks, requests:FILE.",
+        f"Synthetic tasks ({', '.join(TASKS)}), needle_grid, needle_turns, ppl, ppl:FILE, fidelity:FILE, benchmark "
+        "files, requests:FILE.",
     )
     suite: str | None = _TASKS(None, "--suite", "NAME", "Profiles, budgets and sampling of a paper's main table.")
-    length: str | None = _TASKS(None, "--length", "TOKENS,...", "Lengths of the prompts, as in 4K,8K.")
-    depths: int = _TASKS(5, "--depths", "N", "Depths of the needle grid.", options.positive_count)
+    length: str | None = _TASKS(None, "--length", "TOKENS,...", "Prompt lengths, as in 4K,8K.")
+    depths: int = _TASKS(5, "--depths", "N", "Number of depths in the needle grid.", options.positive_count)
     max_length: int | None = _TASKS(
         None,
-        *("--max-length", "TOKENS", "Cut longer prompts in the middle; by default to what the model was made for."),
+        *("--max-length", "TOKENS", "Truncate longer prompts in the middle. Default: the model's own limit."),
         options.positive_count,
         show=False,
     )
-    limit: int = _TASKS(20, "--limit", "N", "Documents of each.", options.positive_count)
+    limit: int = _TASKS(20, "--limit", "N", "Documents per task.", options.positive_count)
 
 
 @options.group
@@ -47,7 +47,12 @@ class Longest:
     """The length of an answer, for which tasks have defaults of their own."""
 
     max_tokens: int | None = options.SAMPLING(
-        None, "--max-tokens", "TOKENS", "Longest answer; the task's own by default.", options.positive_count, show=False
+        None,
+        "--max-tokens",
+        "TOKENS",
+        "Most tokens per answer. Default: the task's own.",
+        options.positive_count,
+        show=False,
     )
 
 
@@ -56,7 +61,7 @@ class Scored(options.Output):
     """Where results go, and where answers are kept."""
 
     predictions: Path | None = options.OUTPUT(
-        None, "--predictions", "FILE", "Keep every answer in FILE as it comes, and go on from it when run again."
+        None, "--predictions", "FILE", "Save every answer in FILE; run again to resume."
     )
 
 
@@ -71,29 +76,29 @@ def evaluate(
     sampling: Annotated[
         options.Sampling,
         options.Some(
-            "temperature top_p top_k min_p seed num_samples", seed={"help": "Same seed, same documents and answers."}
+            "temperature top_p top_k min_p seed num_samples", seed={"help": "Random seed of documents and answers."}
         ),
     ],
     template: options.Template,
     output: Annotated[Scored, options.Some("predictions json output html figure quiet debug")],
 ) -> None:
-    """Measure the answers of methods on long-context tasks.
+    """Score the answers of methods on long-context tasks.
 
     kvcli eval --tasks niah_single,vt --length 4K,8K --method full,quest --budget 256,512
 
-    The table goes to stdout. With --predictions FILE a run that was cut off goes on
-    where it stopped when the same command is given again. A profile that was calibrated
-    on another model is refused; generate uses it and says so.
+    The table goes to stdout. With --predictions FILE, run the same command again to
+    resume an interrupted run. eval refuses a profile that was calibrated for another
+    model; generate uses it and prints a notice.
 
     kvcli eval --tasks aime24.jsonl -m MODEL --num-samples 8 --temperature 0.6
 
-    Files of benchmarks are JSONL, CSV or Parquet, as they are distributed. Reasoning
-    (MATH500, AIME, GPQA) is scored by the final answer, as avg@k and pass@k over samples.
+    Benchmark files are JSONL, CSV or Parquet, as distributed. Reasoning tasks (MATH500,
+    AIME, GPQA) are scored by the final answer, as avg@k and pass@k over samples.
 
     kvcli eval --suite paper-freekv --tasks longbench_v2.jsonl -m MODEL --predictions answers.jsonl
 
-    --suite does what a paper's main table did, on files that you name; what else is given
-    comes before it. Suites: paper-freekv, paper-freekv-generation, paper-freekv-reasoning,
+    --suite reproduces a paper's main table on files that you name; other options override
+    it. Suites: paper-freekv, paper-freekv-generation, paper-freekv-reasoning,
     paper-shadowkv, paper-shadowkv-longbench, paper-actqkv, paper-fier, paper-refreekv.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 130 interrupted,
@@ -143,7 +148,7 @@ def evaluate(
         for line in where_settings_go([*assignments(chosen.settings)], variants):
             observer.notice(line)
         if suite is not None:
-            observer.notice(f"{asked.suite}: {suite.table}; it is about {suite.files}")
+            observer.notice(f"{asked.suite}: {suite.table}; its files: {suite.files}")
         if sampling.alike is not None:
             observer.notice(sampling.alike)
         table = run(plan, observer)
@@ -164,7 +169,7 @@ def evaluate(
         where = (
             f"answers so far are in {output.predictions}"
             if output.predictions
-            else "no --predictions FILE kept the answers"
+            else "and without --predictions FILE its answers are not saved"
         )
         observer.notice(f"interrupted; the table is not complete, {where}")
         raise typer.Exit(ExitCode.INTERRUPTED)

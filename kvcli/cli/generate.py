@@ -27,7 +27,7 @@ class Resume:
     """A run to continue."""
 
     directory: Path | None = options.GOING_ON(
-        None, "--resume", "DIR", "Go on with a run; prompts, model, method and sampling are those it has."
+        None, "--resume", "DIR", "Continue a run of --checkpoint with its own prompts, model, method and sampling."
     )
 
 
@@ -48,7 +48,8 @@ def generate(
     output: Annotated[
         options.Output,
         options.Some(
-            "stats json output quiet verbose debug", quiet={"help": "Only the text: no progress, notes or statistics."}
+            "stats json output quiet verbose debug",
+            quiet={"help": "Show only the text: no progress, notes or statistics."},
         ),
     ],
 ) -> None:
@@ -56,8 +57,8 @@ def generate(
 
     kvcli generate report.txt -p "Who signed it?" --method freekv --budget 2K
 
-    Text goes to stdout as it comes, everything else to stderr. The environment can
-    set options: KVCLI_MODEL, KVCLI_MAX_TOKENS, and so on.
+    Text goes to stdout as it is generated, everything else to stderr. Environment
+    variables set options: KVCLI_MODEL, KVCLI_MAX_TOKENS, and so on.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some prompts
     failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP), 141 stdout was closed.
@@ -93,9 +94,9 @@ def generate(
             "--question-first": asked.question_first != "no",
         }
         if len({prompt.source for prompt in show.prompts}) > 1:
-            raise usage_error("--turns are about one document", "name one file, or ask each in a run of its own")
+            raise usage_error("--turns takes one document", "name one file, or run kvcli for each")
         if (name := next((name for name, value in beside.items() if value), None)) is not None:
-            raise usage_error(f"--turns goes without {name}", f"leave {name} or --turns out")
+            raise usage_error(f"--turns does not work with {name}", f"leave {name} or --turns out")
     if model.model is None:
         show.observer.notice(demo_notice(asked.files))
     if taken is not None:
@@ -157,7 +158,7 @@ def _go_on(
         names = {parameter.name: parameter for parameter in context.command.params}
         name = names[other[0]].opts[0] if names[other[0]].opts else other[0]
         shown = name if name.startswith("-") else "FILE"
-        raise usage_error(f"{shown} does not go with --resume, which takes it from {directory}", "leave it out")
+        raise usage_error(f"{shown} cannot be given with --resume, which takes it from {directory}", "leave it out")
     moved = model.model if given(context, ["model"]) else None
     check_files({"-o": output.output, "--trace": tracing.trace}, options.ModelOptions(moved, load_format="dummy"))
 

@@ -80,7 +80,7 @@ def as_kvcli_error(error: BaseException) -> KvcliError:
     what = f"{type(error).__name__}: {_first_line(error)}" if str(error) else type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return KvcliError(what, "run again with --debug to see where it comes from")
+    return KvcliError(what, "run again with --debug for the traceback")
 
 
 def _show(error: KvcliError) -> int:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kvcli.runtime.saved.library import KVStore, Stored
     from kvcli.ui.summary import Table
 
-kv = typer.Typer(help="Look after saved KV: list, show, check, rm, prune.", no_args_is_help=True)
+kv = typer.Typer(help="Manage saved KV: list, show, check, rm, prune.", no_args_is_help=True)
 
-Store = Annotated[KVOptions, Some("kv_cache", kv_cache={"help": "The store."})]
+Store = Annotated[KVOptions, Some("kv_cache", kv_cache={"help": "Directory of the store."})]
 Debug = Annotated[Output, Some("debug")]
 _SHOWN = 12  # digits of a name
 
@@ -31,13 +31,13 @@ _SHOWN = 12  # digits of a name
 class Entries:
     """Entries of a store."""
 
-    names: tuple[str, ...] = argument((), "NAME", "Entries, as list shows them, or directories.")
+    names: tuple[str, ...] = argument((), "NAME", "Names from kvcli kv list, or directories.")
 
 
 @kv.command("list")
 @command
 def list_entries(store: Store, output: Annotated[Output, Some("json debug")]) -> None:
-    """List what a store holds, least recently used first."""
+    """List the entries of a store, least recently used first."""
     found = _store(store)
     rows = [_row(entry) for entry in found.entries()]
     if output.as_json:
@@ -85,9 +85,9 @@ def show(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
 @kv.command()
 @command
 def check(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
-    """Read whole entries and verify their checksums; without names, all of a store.
+    """Verify the checksums of entries; without names, of the whole store.
 
-    Exit codes: 0 all are as they were written, 1 some are damaged.
+    Exit codes: 0 all entries are intact, 1 some are damaged.
     """
     from kvcli.runtime.saved.reader import verify
     from kvcli.ui.console import print_error
@@ -108,15 +108,15 @@ def check(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
 @kv.command()
 @command
 def rm(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
-    """Remove entries; those that another process is reading stay."""
+    """Remove entries, except those that another process is reading."""
     from kvcli.runtime.saved.files import remove
     from kvcli.runtime.saved.manifest import MANIFEST
 
     for folder in _folders(store, entries):
         if not (folder / MANIFEST).exists():
-            raise usage_error(f"{folder}: holds no saved KV", "name a directory that --save-kv has written")
+            raise usage_error(f"{folder}: holds no saved KV", "name a directory written by --save-kv")
         if not remove(folder):
-            raise KvcliError(f"{folder}: in use by another process", "try again when it has ended")
+            raise KvcliError(f"{folder}: in use by another process", "try again when that process has ended")
         write_stdout(f"{folder}: removed\n")
 
 
@@ -124,13 +124,14 @@ def rm(entries: Entries, store: Store, debug: Debug) -> None:  # noqa: ARG001
 @command
 def prune(
     store: Annotated[
-        KVOptions, Some("kv_cache kv_cache_size", kv_cache={"help": "The store."}, kv_cache_size={"beside": None})
+        KVOptions,
+        Some("kv_cache kv_cache_size", kv_cache={"help": "Directory of the store."}, kv_cache_size={"beside": None}),
     ],
     debug: Debug,  # noqa: ARG001
 ) -> None:
-    """Remove the least recently used entries, until a store has the size that --kv-cache-size names."""
+    """Remove the least recently used entries until the store fits --kv-cache-size."""
     if store.cache_bytes is None:
-        raise usage_error("nothing says how much to leave", "for example --kv-cache-size 100GiB")
+        raise usage_error("no size given", "give one, for example --kv-cache-size 100GiB")
     removed = _store(store).prune(store.cache_bytes)
     size = format_bytes(sum(entry.size for entry in removed))
     write_stdout(f"{len(removed)} removed, {size} freed\n")
@@ -141,7 +142,7 @@ def _store(options: KVOptions) -> KVStore:
 
     cache = options.cache
     if cache is None:
-        raise usage_error("nothing says which store", "name it with --kv-cache, or set KVCLI_KV_CACHE")
+        raise usage_error("no store given", "name it with --kv-cache, or set KVCLI_KV_CACHE")
     if not cache.is_dir():
         raise usage_error(f"--kv-cache {cache}: no such directory", "name the store's directory")
     return KVStore(cache)
@@ -150,7 +151,7 @@ def _store(options: KVOptions) -> KVStore:
 def _folders(options: KVOptions, entries: Entries) -> list[Path]:
     """Return the directories of the named entries."""
     if not entries.names:
-        raise usage_error("no entry is named", "kvcli kv list shows their names")
+        raise usage_error("no entry given", "name one from kvcli kv list")
     return [Path(name) if Path(name).is_dir() else _store(options).find_named(name).folder for name in entries.names]
 
 

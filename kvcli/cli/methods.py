@@ -21,14 +21,16 @@ class Listed:
     """What to list."""
 
     name: str | None = argument(None, "NAME", "Show the settings and profiles of this method.")
-    paper: str | None = METHODS(None, "--paper", "NAME", "What a paper ran, with settings, tables and figures: freekv.")
+    paper: str | None = METHODS(
+        None, "--paper", "NAME", "Show what a paper ran, with settings, tables and figures (freekv)."
+    )
 
 
 @group
 class Listing(Output):
     """The form of the list, and where to write it."""
 
-    markdown: bool = OUTPUT.flag("--markdown", "The list as a Markdown table, for a README.")
+    markdown: bool = OUTPUT.flag("--markdown", "Print the list as a Markdown table.")
 
 
 @command
@@ -43,9 +45,9 @@ def methods(
     name, paper, markdown, as_json = asked.name, asked.paper, output.markdown, output.as_json
     if markdown and (as_json or name is not None):
         other = "--json" if as_json else f"a method's page ({name})"
-        raise usage_error(f"--markdown is the list as a table, not {other}", "leave one of them out")
+        raise usage_error(f"--markdown prints the list, not {other}", "leave one of them out")
     if paper is not None and (name is not None or markdown):
-        raise usage_error("--paper lists what a paper ran, not a method's page or a Markdown table", "leave one out")
+        raise usage_error("--paper does not work with NAME or --markdown", "leave one out")
     check_outputs({"-o": output.output})
     to_file = output.output is not None
     text = _text(name, as_json, markdown, to_file) if paper is None else _paper_text(paper, as_json, to_file)

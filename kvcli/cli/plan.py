@@ -24,11 +24,11 @@ _SIZE = options.positive_size
 class Run:
     """The planned run."""
 
-    context: str = _RUN("32K", "--context", "TOKENS,...", "Lengths of the prompt, as in 8K.")
-    batch_size: str = _RUN("1", "--batch-size", "N,...", "Prompts continued together.")
-    max_tokens: int = _RUN(256, "--max-tokens", "TOKENS", "Longest output.", options.positive_count, env=True)
+    context: str = _RUN("32K", "--context", "TOKENS,...", "Prompt lengths, as in 8K,128K.")
+    batch_size: str = _RUN("1", "--batch-size", "N,...", "Prompts decoded together.")
+    max_tokens: int = _RUN(256, "--max-tokens", "TOKENS", "Most tokens to generate.", options.positive_count, env=True)
     advise: bool = _RUN.flag(
-        "--advise", "Search methods, weights, KV, disk and budgets; show what fits, how to run it."
+        "--advise", "Search methods, weights, KV, disk and budgets; show what fits and its command."
     )
 
 
@@ -37,28 +37,32 @@ class MachineOptions:
     """The known sizes and rates of another machine."""
 
     gpu: str | None = _MACHINE(
-        None, "--gpu", "NAME", "Another GPU by its published sizes and rates: rtx-4090, l4, h100, ..."
+        None, "--gpu", "NAME", "Plan for a GPU by its published sizes and rates: rtx-4090, l4, h100, ..."
     )
     device_memory: int | None = _MACHINE(
         None, "--device-memory", "SIZE", "Free memory of another machine's GPU, as in 80GiB.", _SIZE
     )
     host_memory: int | None = _MACHINE(
-        None, "--host-memory", "SIZE", "Free memory of its host, as in 512GiB; here, of KV beside --kv-disk.", _SIZE
+        None,
+        "--host-memory",
+        "SIZE",
+        "Free memory of its host, as in 512GiB; on this machine, for KV with --kv-disk.",
+        _SIZE,
     )
     bandwidth: int | None = _MACHINE(
-        None, "--bandwidth", "SIZE", "Memory bandwidth of its GPU, bytes a second, as in 3350GB.", _SIZE
+        None, "--bandwidth", "SIZE", "Memory bandwidth of its GPU in bytes per second, as in 3350GB.", _SIZE
     )
     bus: int | None = _MACHINE(
-        None, "--bus", "SIZE", "Bandwidth between host and GPU, bytes a second, as in 55GB.", _SIZE
+        None, "--bus", "SIZE", "Bandwidth between host and GPU in bytes per second, as in 55GB.", _SIZE
     )
     compute: float | None = _MACHINE(
         None, "--compute", "TFLOPS", "Rate of its matrix products in TFLOP/s, as in 600.", options.positive
     )
     disk: int | None = _MACHINE(
-        None, "--disk", "SIZE", "Free disk for KV below host memory, as in 1TB: a rung of --advise.", _SIZE
+        None, "--disk", "SIZE", "Free disk space that --advise may use for KV, as in 1TB.", _SIZE
     )
     disk_rate: int | None = _MACHINE(
-        None, "--disk-rate", "SIZE", "What the disk of KV reads, bytes a second, as in 5GB.", _SIZE
+        None, "--disk-rate", "SIZE", "Read rate of the KV disk in bytes per second, as in 5GB.", _SIZE
     )
 
 
@@ -70,8 +74,7 @@ def plan(
             "model dtype weights offline",
             model={
                 "metavar": "NAME",
-                "help": "Checkpoint, config.json, hub id or shape; weights are not needed."
-                " Without it, the small demo model.",
+                "help": "Checkpoint, config.json, hub id or shape; needs no weights. Default: the bundled demo model.",
             },
         ),
     ],
@@ -82,18 +85,18 @@ def plan(
     asked: MachineOptions,
     output: Annotated[options.Output, options.Some("json output quiet debug")],
 ) -> None:
-    """Plan the memory and the time of a run, and tell whether it fits.
+    """Plan the memory and time of a run, and check whether it fits.
 
     kvcli plan -m llama-3.1-8b --method full,freekv --context 8K,128K,1M
 
-    Reads a config.json and needs no weights. The rates of this machine and the times of
-    a few layers are measured in seconds; --device-memory and --host-memory plan for
-    another machine instead, and --bandwidth, --bus and --compute give its rates; --gpu
-    knows all but --host-memory of some. --advise searches methods, forms of weights and
-    of KV, a disk (--disk) and budgets: of each method the most exact that fits, the
+    Reads a config.json and needs no weights. Measures the rates of this machine and a few
+    layers, which takes seconds. To plan for another machine, give --device-memory and
+    --host-memory; for times also --bandwidth, --bus and --compute. --gpu sets all of
+    these except --host-memory. --advise searches methods, forms of weights and KV, a disk
+    (--disk) and budgets. It shows the most exact setting of each method that fits, the
     fastest step first.
 
-    Exit codes: 0 done, whether or not it fits; 1 failed, 2 usage, 130 interrupted.
+    Exit codes: 0 done, whether or not the run fits; 1 failed, 2 usage, 130 interrupted.
     """
     file, advise, gpu = output.output, run.advise, asked.gpu
     shape = replace(model, device=place.device, load_format="dummy")
@@ -132,7 +135,9 @@ def plan(
         subject, machine = _subject_and_machine(shape, told)
         subjects = [subject]
         if advise and machine.placement is not None:
-            raise usage_error(f"--advise is for one device, --device names {shape.device}", "leave one of them out")
+            raise usage_error(
+                f"--advise works for one device, but --device names {shape.device}", "leave one of them out"
+            )
         if advise and subject.geometry.weights == "auto":
             subjects += [subject.with_weights(each) for each in ("int8", "int4")]
         observer.stage_done()
@@ -163,7 +168,7 @@ def plan(
         notes = tables.notes(plans, machine.rates, machine.here)
         notes += [(entry.label, line["command"]) for entry, line in zip(plans, commands, strict=True) if line]
         if advise and not any(entry.fits for entry in plans):
-            notes.append(("advice", "nothing that was tried fits: these lack least"))
+            notes.append(("advice", "nothing fits; these settings come closest"))
         if gpu is not None:
             notes.append(("GPU", f"{gpu}: {published(gpu).source}"))
         text = console.render_tables(tables.tables(title, plans), file is not None, notes)
@@ -189,7 +194,7 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
 
     others = another_machine(device)
     if told and not others:
-        what = f"{next(iter(told))} plans for another machine with a GPU, --device {device} for this one"
+        what = f"{next(iter(told))} plans for another machine with a GPU, but --device {device} is this one"
         raise usage_error(what, "leave one of them out")
     if not told:
         devices = resolve_devices(device)
@@ -201,7 +206,7 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
     if missing:
         raise usage_error(
-            f"{next(iter(told))} plans for another machine, and {missing[0]} is not given",
+            f"{next(iter(told))} plans for another machine, but {missing[0]} is not given",
             "give --device-memory and --host-memory, and for times --bandwidth, --bus and --compute",
         )
     of_each, host = int(told["--device-memory"]), int(told["--host-memory"])
@@ -211,7 +216,7 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
         read, bus, matmul = (Rate.given(rate or 0.0) for rate in given)
         given_rates = MachineRates(read, Rate.given(read.median / 2), bus, bus, matmul)
     elif any(rate is not None for rate in given):
-        raise usage_error("of --bandwidth, --bus and --compute some are given and some are not", "give all of them")
+        raise usage_error("--bandwidth, --bus and --compute are only partly given", "give all of them")
     subject = subject_on(others[0], False)
     placement = placed(device, config, subject.dtype, subject.geometry, others, [of_each] * len(others))
     free = dict.fromkeys(devices_of(placement or others[0]), of_each) | {"host": host}

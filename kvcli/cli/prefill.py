@@ -23,19 +23,19 @@ def prefill(
     model: ModelOptions,
     output: Annotated[Output, Some("json output quiet debug")],
 ) -> None:
-    """Read documents and keep their KV, to ask about them later.
+    """Prefill documents and save their KV, to ask about them later.
 
     kvcli prefill report.txt --save-kv report.kv
     kvcli generate --kv report.kv -p "Who signed it?"
 
     Each of several documents gets a directory of its name in DIR. Every method that
-    reads prompts exactly can use the KV, with any budget.
+    prefills exactly can use the KV, with any budget.
     """
     from kvcli.inputs.prompts import Prompt, read_prompts
 
     check_files({"-o": output.output}, model, asked.files)
     if not kv.any:
-        raise usage_error("nothing says where to keep the KV", "name a directory with --save-kv or --kv-cache")
+        raise usage_error("no place to save the KV", "name a directory with --save-kv or --kv-cache")
     entries = read_prompts(asked.files)
     hush_libraries(False)
 

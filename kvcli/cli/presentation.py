@@ -133,7 +133,7 @@ class Presentation:
         reasons = [sequence.finish_reason for sequence in report.sequences]
         if "interrupted" in reasons:
             any_text = any(sequence.output_tokens for sequence in report.sequences)
-            print_note("interrupted; " + ("the text up to here was kept" if any_text else "there was no text yet"))
+            print_note("interrupted; " + ("the text so far was kept" if any_text else "there was no text yet"))
             return ExitCode.INTERRUPTED
         if "error" not in reasons:  # the text is complete; a store that lacks something costs nothing
             return ExitCode.RUNTIME if any(each.error and not each.cached for each in report.saved) else ExitCode.OK

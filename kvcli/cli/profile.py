@@ -22,29 +22,29 @@ class Start:
     """The state before the first step."""
 
     file: str | None = options.argument(None, "FILE", "Text to prefill instead of random KV; - is standard input.")
-    context: str | None = _LOAD(None, "--context", "TOKENS,...", "Tokens before the first step, 8K by default.")
+    context: str | None = _LOAD(None, "--context", "TOKENS,...", "Tokens before the first step. Default: 8K.")
     batch_size: str = _LOAD("1", "--batch-size", "N,...", "Sequences decoded together.")
-    output_len: int = _LOAD(32, "--output-len", "N", "Timed steps of a run.", options.positive_count)
-    read: bool = _LOAD.flag("--read", "Prefill random tokens with the model instead of random KV.")
+    output_len: int = _LOAD(32, "--output-len", "N", "Timed steps per run.", options.positive_count)
+    read: bool = _LOAD.flag("--read", "Prefill random tokens with the model instead of using random KV.")
 
 
 @options.group
 class Runs:
     """The methods to time, and the number of runs."""
 
-    peers: bool = options.METHODS.flag("--peers", "Add transformers' own caches, on the same weights.")
-    repeat: int = _RUNS(5, "--repeat", "N", "Runs of each method, in turn.", options.positive_count)
+    peers: bool = options.METHODS.flag("--peers", "Add transformers' own caches on the same weights.")
+    repeat: int = _RUNS(5, "--repeat", "N", "Runs of each method; methods alternate.", options.positive_count)
     warmup: int = _RUNS(
-        2, "--warmup", "N", "Steps of each run that are not counted.", options.at_least(0, options.whole)
+        2, "--warmup", "N", "Untimed steps at the start of each run.", options.at_least(0, options.whole)
     )
-    seed: int = _RUNS(0, "--seed", "N", "Seed of random KV and tokens.", options.whole, env=True)
+    seed: int = _RUNS(0, "--seed", "N", "Random seed of KV and tokens.", options.whole, env=True)
 
 
 @options.group
 class Measured(options.Output, options.Tracing):
     """Where results and spans go."""
 
-    nvtx: bool = options.OUTPUT.flag("--nvtx", "Mark the spans as NVTX ranges, too (CUDA).")
+    nvtx: bool = options.OUTPUT.flag("--nvtx", "Also mark the spans as NVTX ranges (CUDA).")
 
 
 @command
@@ -60,9 +60,9 @@ def profile(
 
     kvcli profile --method full,quest,freekv --context 8K,32K --html profile.html
 
-    The other rows are compared with the first one: the first method named, or with
-    --ablate its first ablation. The runs of all methods take turns; the phases of a step
-    come from separate runs with clocks inside.
+    Compares all rows with the first one: the first method named, or with --ablate its
+    first ablation. The runs of all methods alternate. The phases of a step come from
+    separate runs with clocks inside.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 will not fit in memory, 4 some cases
     failed, 130 interrupted, 141 stdout was closed.
@@ -128,7 +128,7 @@ def profile(
             observer.notice(line)
     writer.finish()
     if not report.finished:
-        kept = "what was measured up to here was kept" if report.cases else "nothing was measured yet"
+        kept = "the measurements so far were kept" if report.cases else "nothing was measured yet"
         observer.notice(f"interrupted; {kept}")
     raise typer.Exit(exit_code(report))
 

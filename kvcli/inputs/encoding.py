@@ -141,8 +141,8 @@ def refuse_unembedded(ids: Sequence[int], model: Checkpoint | Model, source: str
     known, token = model.geometry.vocab_size, max(ids, default=0)
     if token >= known:
         text, size = model.tokenizer.convert_ids_to_tokens(token), len(model.tokenizer)
-        what = f"{source}: token {token:,} ({text!r}) is beyond the {known:,} that {model.name} has embeddings for"
-        hint = f"the tokenizer has {size:,} tokens: take the model's own with --tokenizer, or leave that text out"
+        what = f"{source}: token {token:,} ({text!r}) is beyond the {known:,} embeddings of {model.name}"
+        hint = f"the tokenizer has {size:,} tokens: use the model's own with --tokenizer, or leave that text out"
         raise usage_error(what, hint)
 
 
@@ -184,9 +184,9 @@ def _render(
 
 
 def _refuse_unread(template: Template) -> None:
-    why = "--raw leaves the chat template out" if template.raw else "the tokenizer has no chat template"
+    why = "--raw skips the chat template" if template.raw else "the tokenizer has no chat template"
     if template.system is not None:
-        raise usage_error(f"--system has no place: {why}", "put the instruction into the prompt")
+        raise usage_error(f"--system has no effect: {why}", "put the instruction into the prompt")
     if template.kwargs:
         raise usage_error(f"--chat-template-kwargs has no effect: {why}", "leave it out")
 
@@ -266,5 +266,5 @@ def _bounded(seconds: float, memory: int) -> Iterator[None]:
 
 
 def _refused(what: str) -> KvcliError:
-    hint = "use --raw, which leaves the template out, or another --system or --chat-template-kwargs"
+    hint = "use --raw to skip the template, or another --system or --chat-template-kwargs"
     return usage_error(f"the chat template {what}", hint)

@@ -91,7 +91,7 @@ class LineFile:
 
     def _open(self) -> None:
         if self.path.exists() and not self.path.is_file():
-            raise usage_error(f"{self.path}: no regular file, which {self.what} are kept in", self.hint)
+            raise usage_error(f"{self.path}: not a regular file, which {self.what} need", self.hint)
         is_new = not self.path.exists()
         self._file = self.path.open("w+b" if is_new else "r+b", buffering=0)
         self._locked.append(self._file)
@@ -124,7 +124,7 @@ def whole_lines(path: Path, file: BinaryIO, what: str, start: bytes, hint: str) 
 
 def not_ours(path: Path, what: str, hint: str) -> KvcliError:
     """Make the error of a file that holds something else."""
-    return usage_error(f"{path} is there already and no file of {what}", hint)
+    return usage_error(f"{path} exists and is not a file of {what}", hint)
 
 
 def sync_folder(folder: Path) -> None:

@@ -288,11 +288,11 @@ def complete_profiles(incomplete: str) -> list[str]:
 
 
 INPUT, MODEL, METHOD, SAMPLING = (Panel(name, env=True) for name in ("Input", "Model", "Method", "Sampling"))
-SAVED, METHODS, OUTPUT, GOING_ON = Panel("Saved KV", env=True), Panel("Methods"), Panel("Output"), Panel("Going on")
+SAVED, METHODS, OUTPUT, GOING_ON = Panel("Saved KV", env=True), Panel("Methods"), Panel("Output"), Panel("Checkpoints")
 
 QuestionFirst = Literal["no", "only", "both"]
 """The place of the question: after the document, only before it, or both."""
-_KV_DTYPE = ("--kv-dtype", "NAME", "How KV in host memory is held: auto as computed, int8, int4.")
+_KV_DTYPE = ("--kv-dtype", "NAME", "Form of KV in host memory: auto (as computed), int8, int4.")
 
 
 @dataclass(frozen=True)
@@ -301,17 +301,15 @@ class Input:
 
     files: tuple[str, ...] = argument((), "FILE", "Text documents; - is standard input.")
     prompts: tuple[str, ...] = INPUT(
-        (), "--prompt -p", "TEXT", "Question put after each document; repeatable.", env=False, utf8="-p"
+        (), "--prompt -p", "TEXT", "Question to ask after each document; repeatable.", env=False, utf8="-p"
     )
     questions: str | None = INPUT(
-        None, "--questions", "FILE", "More questions: one a line, or JSONL with question and id.", env=False
+        None, "--questions", "FILE", "More questions: one per line, or JSONL with question and id.", env=False
     )
     question_first: QuestionFirst = INPUT(
-        "no", "--question-first", None, "only puts the question before the document, both before and after it."
+        "no", "--question-first", None, "Put the question before the document (only), or before and after it (both)."
     )
-    turns: bool = INPUT.flag(
-        "--turns", "Ask the questions one after the other, each after the answer to the one before."
-    )
+    turns: bool = INPUT.flag("--turns", "Ask the questions in order, each after the previous answer.")
 
 
 @dataclass(frozen=True)
@@ -319,7 +317,7 @@ class Template:
     """How a prompt becomes a conversation: system message, chat template or not, extra template variables."""
 
     system: str | None = INPUT(None, "--system -s", "TEXT", "System message of the conversation.", utf8="--system")
-    raw: bool = INPUT.flag("--raw", "Leave the chat template out: the model continues the plain text.")
+    raw: bool = INPUT.flag("--raw", "Skip the chat template: the model continues the plain text.")
     kwargs: dict[str, Any] = INPUT(
         {},
         *("--chat-template-kwargs", "JSON", "Variables for the chat template."),
@@ -336,20 +334,18 @@ class KVOptions:
     """
 
     use: Path | None = SAVED(
-        None, "--kv", "DIR", "Go on from what --save-kv has kept, under any method that reads exactly.", env=False
+        None, "--kv", "DIR", "Reuse KV of --save-kv, with any method that prefills exactly.", env=False
     )
-    save: Path | None = SAVED(
-        None, "--save-kv", "DIR", "Keep the KV of what is read in a new directory, for --kv.", env=False
-    )
+    save: Path | None = SAVED(None, "--save-kv", "DIR", "Save the KV in a new directory, for --kv.", env=False)
     cache: Path | None = SAVED(
-        None, "--kv-cache", "DIR", "Use what this store has of a prompt's beginning, and keep the rest there."
+        None, "--kv-cache", "DIR", "Store of KV: reuse the beginning of a prompt, save the rest."
     )
     cache_bytes: int | None = SAVED(
         None,
-        *("--kv-cache-size", "SIZE", "Keep the store to a size as in 200GiB: what was not used for longest goes."),
+        *("--kv-cache-size", "SIZE", "Largest size of the store, as in 200GiB; removes the least recently used."),
         size,
-        show="any size",
-        beside=("cache", "--kv-cache-size has no store", "name one with --kv-cache"),
+        show="unlimited",
+        beside=("cache", "--kv-cache-size needs a store", "name one with --kv-cache"),
     )
 
     @property
@@ -365,23 +361,23 @@ class ModelOptions:
     model: str | None = MODEL(
         None,
         *("--model -m", "DIR|FILE|ID"),
-        "Checkpoint directory, GGUF file or hub id; without it, the small demo model that comes with kvcli.",
+        "Checkpoint directory, GGUF file or hub id. Default: the bundled demo model.",
     )
     device: str = MODEL(
-        "auto", "--device", "NAME", "Where to run: auto, cpu, cuda, cuda:1; or on several: cuda:0,cuda:1.", device_name
+        "auto", "--device", "NAME", "Device: auto, cpu, cuda, cuda:1; several as in cuda:0,cuda:1.", device_name
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = MODEL(
-        "auto", "--dtype", "NAME", "Weights and KV: auto, bfloat16, float16, float32."
+        "auto", "--dtype", "NAME", "Dtype of weights and KV: auto, bfloat16, float16, float32."
     )
     weights: Literal["auto", "wide", "int8", "int4", "fp8"] = MODEL(
-        "auto", "--weights", "NAME", "auto: as stored; wide: unpacked; int8, int4 and fp8: quantised on loading."
+        "auto", "--weights", "NAME", "auto: as stored; wide: unpacked; int8, int4, fp8: quantised on loading."
     )
     load_format: Literal["auto", "dummy"] = MODEL(
-        "auto", "--load-format", None, "dummy makes random weights up, of a shape or a config.json."
+        "auto", "--load-format", None, "dummy: random weights for a shape or a config.json."
     )
     offline: bool = MODEL.flag("--offline", "Use local files only, never the hub.")
     tokenizer: str | None = MODEL(
-        None, "--tokenizer", "DIR|ID", "Take the tokenizer from here, not from the checkpoint."
+        None, "--tokenizer", "DIR|ID", "Load the tokenizer from here instead of the checkpoint."
     )
 
     def spec(self, **changed: Any) -> ModelSpec:
@@ -398,27 +394,27 @@ class MethodOptions:
 
     method: str | None = METHOD(
         None,
-        *("--method", "NAME", "KV-cache method, see kvcli methods."),
-        show="full where that is cheap, else freekv",
+        *("--method", "NAME", "KV-cache method; see kvcli methods."),
+        show="full if it is cheap, else freekv",
         complete=complete_methods,
     )
     profile: str | None = METHOD(
         None,
         *("--profile", "NAME|FILE.toml"),
-        "Settings of a method by name or file; a notice if calibrated on another model.",
+        "Method and settings, by name or file; warns if calibrated for another model.",
         show="named like the method",
         complete=complete_profiles,
     )
     settings: tuple[str, ...] = METHOD((), "--set", "KEY=VALUE", "Change one setting of the profile; repeatable.")
     budget: str | None = METHOD(
         None,
-        *("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K; 20% of the prompt."),
+        *("--budget", "TOKENS", "Tokens attended per layer and KV head, as in 2K, or 20% of the prompt."),
         show="the profile's; freekv: 2K",
     )
     sink: str | None = METHOD(None, "--sink", "TOKENS", "First tokens, always attended.")
     window: str | None = METHOD(None, "--window", "TOKENS", "Most recent tokens, always attended.")
     tau: str | None = METHOD(None, "--tau", "0..1", "Query similarity below which a head is corrected.")
-    page_size: str | None = METHOD(None, "--page-size", "TOKENS", "Tokens recalled together.")
+    page_size: str | None = METHOD(None, "--page-size", "TOKENS", "Tokens per page, recalled together.")
     kv_dtype: Literal["auto", "int8", "int4"] | None = METHOD(None, *_KV_DTYPE)
 
     def short(self) -> dict[str, str | None]:
@@ -430,18 +426,18 @@ class MethodOptions:
 class Compared:
     """Several methods to compare, each with every budget."""
 
-    method: str | None = METHODS(None, "--method", "A,B", "Methods, comma-separated; full,freekv by default.")
+    method: str | None = METHODS(None, "--method", "A,B", "Methods to compare. Default: full,freekv.")
     profile: str | None = METHODS(
-        None, "--profile", "A,B", "Profiles beside them: names, files, or a set (paper-freekv)."
+        None, "--profile", "A,B", "Profiles in addition: names, files, or a set (paper-freekv)."
     )
     budget: str | None = METHODS(
-        None, "--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt."
+        None, "--budget", "TOKENS,...", "Budgets to run every method with; 20% is a share of the prompt."
     )
     settings: tuple[str, ...] = METHODS(
-        (), "--set", "KEY=VALUE", "A setting for all that have it, or METHOD.KEY=VALUE; repeatable."
+        (), "--set", "KEY=VALUE", "Setting for all methods that have it, or METHOD.KEY=VALUE; repeatable."
     )
     kv_dtype: Literal["auto", "int8", "int4"] | None = METHODS(None, *_KV_DTYPE)
-    ablate: bool = METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")
+    ablate: bool = METHODS.flag("--ablate", "Add each method with its parts switched off one by one.")
 
 
 @dataclass(frozen=True)
@@ -453,16 +449,16 @@ class DiskOptions:
 
     folder: Path = METHOD(
         ...,
-        *("--kv-disk", "DIR", "KV that host memory is not to hold lies in files there, which end with the run."),
+        *("--kv-disk", "DIR", "Spill KV beyond --host-memory to temporary files in DIR."),
         env=False,
     )
     host_memory: int | None = METHOD(
         None,
-        *("--host-memory", "SIZE", "Host memory for KV beside --kv-disk, as in 32GiB: all sequences together."),
+        *("--host-memory", "SIZE", "Host memory for KV with --kv-disk, all sequences together, as in 32GiB."),
         positive_size,
         env=False,
-        show="half of what is free",
-        beside=("folder", "--host-memory is for KV beside a disk", "name a directory with --kv-disk"),
+        show="half of the free memory",
+        beside=("folder", "--host-memory needs --kv-disk", "name a directory with --kv-disk"),
     )
 
 
@@ -476,47 +472,52 @@ class Sampling:
 
     max_tokens: int = SAMPLING(
         256,
-        *("--max-tokens", "TOKENS", "Longest output, as in 256 or 16K."),
+        *("--max-tokens", "TOKENS", "Most tokens to generate, as in 256 or 16K."),
         positive_count,
         within=(lambda n: n >= 1, "at least 1"),
     )
     temperature: float = SAMPLING(
         0.0,
-        *("--temperature", "T", "0 takes the likeliest token, more is more random."),
+        *("--temperature", "T", "0 is greedy; higher is more random."),
         number,
         within=(lambda t: 0 <= t < float("inf"), "0 (greedy) or more, and finite"),
     )
     top_p: float = SAMPLING(
         1.0,
-        *("--top-p", "P", "Draw from the likeliest tokens that hold this probability, 0 to 1."),
+        *("--top-p", "P", "Sample from the likeliest tokens with this total probability, 0 to 1."),
         number,
         within=(lambda p: 0 < p <= 1, "above 0 and at most 1"),
     )
     top_k: int = SAMPLING(
         0,
-        *("--top-k", "K", "Draw from the K likeliest tokens; 0 for all."),
+        *("--top-k", "K", "Sample from the K likeliest tokens; 0 for all."),
         whole,
         within=(lambda k: k >= 0, "0 (off) or more"),
     )
     min_p: float = SAMPLING(
         0.0,
-        *("--min-p", "P", "Drop tokens below this share of the likeliest one's, 0 to 1."),
+        *("--min-p", "P", "Drop tokens below this share of the highest probability, 0 to 1."),
         number,
         within=(lambda p: 0 <= p <= 1, "between 0 and 1"),
     )
     seed: int = SAMPLING(
-        0, "--seed", "N", "Same seed, same text.", whole, within=(lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1")
+        0,
+        "--seed",
+        "N",
+        "Random seed: the same seed gives the same text.",
+        whole,
+        within=(lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1"),
     )
     stop: tuple[str, ...] = SAMPLING(
         (),
-        *("--stop", "TEXT", "End before this text; repeatable."),
+        *("--stop", "TEXT", "Stop before this text; repeatable."),
         env=False,
         utf8="--stop",
         within=(all, "no empty string"),
     )
-    ignore_eos: bool = SAMPLING.flag("--ignore-eos", "Go on to --max-tokens past the end-of-text token.")
+    ignore_eos: bool = SAMPLING.flag("--ignore-eos", "Continue to --max-tokens past the end-of-text token.")
     num_samples: int = SAMPLING(
-        1, "--num-samples", "N", "Texts to draw for each prompt.", whole, within=(lambda n: n >= 1, "at least 1")
+        1, "--num-samples", "N", "Samples per prompt.", whole, within=(lambda n: n >= 1, "at least 1")
     )
 
     def __post_init__(self) -> None:
@@ -535,9 +536,9 @@ class Keep:
     """Where to keep a running generation, and the number of steps between writes."""
 
     directory: Path = GOING_ON(
-        ..., "--checkpoint", "DIR", "Keep the run in a new directory, for --resume after whatever ends it."
+        ..., "--checkpoint", "DIR", "Save the run in a new directory; continue it with --resume."
     )
-    every: int = GOING_ON(32, "--every", "N", "Tokens from one writing of the checkpoint to the next.", positive_count)
+    every: int = GOING_ON(32, "--every", "N", "Tokens between two writes of the checkpoint.", positive_count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,22 +548,21 @@ class Stepping:
     pipeline: Literal["auto", "blocking", "overlapped"] = METHOD(
         "auto",
         *("--pipeline", None),
-        "How a step runs: blocking, phase after phase; overlapped, in one CUDA graph. auto overlaps on a GPU, where the"
-        " method can and nothing looks into its phases.",
+        "blocking: one phase after another; overlapped: one CUDA graph; auto: overlapped on a GPU if possible.",
     )
     """How a step runs, see `kvcli.runtime.pipeline.Pipeline`."""
     lossless: int | None = METHOD(
         None,
         *("--lossless", "N"),
-        "Write the text of full attention: the method drafts N tokens, which full attention, its KV in host memory,"
-        " checks in one pass.",
+        "Write the text of full attention: the method drafts N tokens, and full attention, with its KV in host memory,"
+        " checks them.",
         at_least(1, whole),
     )
     """Let full attention check this many drafted tokens in one pass, see `kvcli.runtime.lossless`."""
     audit: int | None = OUTPUT(
         None,
         *("--audit", "N"),
-        "Hold every N-th step against full attention, which takes a full KV cache on the device as well.",
+        "Compare every N-th step with full attention; needs a full KV cache on the device.",
         at_least(1, whole),
         env=True,
     )
@@ -573,7 +573,7 @@ class Stepping:
 class Tracing:
     """What to show of the time of steps."""
 
-    timeline: bool = OUTPUT.flag("--timeline", "Show time, corrections and recall step by step.", env=True)
+    timeline: bool = OUTPUT.flag("--timeline", "Show time, corrections and recall of each step.", env=True)
     trace: Path | None = OUTPUT(None, "--trace", "FILE", "Write spans as Chrome trace JSON.")
 
 
@@ -581,13 +581,13 @@ class Tracing:
 class Output:
     """Where results go, in which form, and what else is shown."""
 
-    stats: bool | None = OUTPUT(None, "--stats/--no-stats", "", "Statistics at the end; shown unless -q.", env=True)
-    as_json: bool = OUTPUT.flag("--json", "One JSON object instead of text.")
+    stats: bool | None = OUTPUT(None, "--stats/--no-stats", "", "Show statistics at the end; on unless -q.", env=True)
+    as_json: bool = OUTPUT.flag("--json", "Print one JSON object instead of text.")
     output: Path | None = OUTPUT(None, "--output -o", "FILE", "Write to FILE instead of stdout.", output_file)
-    html: Path | None = OUTPUT(None, "--html", "FILE", "Also write a page with charts, one offline file.")
+    html: Path | None = OUTPUT(None, "--html", "FILE", "Also write a page with charts, as one offline file.")
     figure: Path | None = OUTPUT(None, "--figure", "FILE", "Also draw one picture for a paper: .svg, .pdf or .png.")
-    quiet: bool = OUTPUT.flag("--quiet -q", "Only the result: no progress or notes.", env=True)
-    verbose: bool = OUTPUT.flag("--verbose -v", "Settings, versions and per-layer counts as well.", env=True)
+    quiet: bool = OUTPUT.flag("--quiet -q", "Show only the result: no progress or notes.", env=True)
+    verbose: bool = OUTPUT.flag("--verbose -v", "Also show settings, versions and per-layer counts.", env=True)
     debug: bool = OUTPUT.flag("--debug", "Show the traceback of an error.", env=True)
     """Read by the guard around every command."""
 

@@ -177,7 +177,7 @@ def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
     generation only shows the notice of `profile_mismatch` and continues.
     """
     if (elsewhere := profile_mismatch(profile, checkpoint)) is not None:
-        hint = "calibrate it for this model, or take [provenance] out of the file to measure it all the same"
+        hint = "calibrate it for this model, or remove [provenance] from the file to measure it anyway"
         raise usage_error(elsewhere, hint)
 
 
@@ -264,11 +264,14 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
     if before.get("window"):
         after["window"] = max(after["window"], page)
     try:
-        found = config(**{**settings, **after})
+        found = config(**(dict(settings) | after))
     except ValidationError:
         return None
     sizes = [" and ".join(f"{key} {size:,}" for key, size in each.items()) for each in (before, after)]
-    return found, f"budget {budget:,} has no room for {sizes[0]}: taking {sizes[1]}; --sink and --window set them"
+    return (
+        found,
+        f"budget {budget:,} has no room for {sizes[0]}: using {sizes[1]}; to set them, use --sink and --window",
+    )
 
 
 class ProfileFile(BaseModel):
@@ -363,7 +366,7 @@ def _refused(name: str, error: ValidationError, found: dict[str, Any]) -> KvcliE
     if len(problem["loc"]) > 1:
         place = ".".join(map(str, problem["loc"][:2]))
         return usage_error(
-            f"profile {name}: {place} = {shown(problem['input'])} is no value of JSON", "put it in quotes"
+            f"profile {name}: {place} = {shown(problem['input'])} is not a JSON value", "put it in quotes"
         )
     expected = "a table" if key in ("settings", "provenance") else "text in quotes"
     return usage_error(f"profile {name}: {key} = {shown(found[key])} is not {expected}", "see kvcli methods NAME")

@@ -139,7 +139,7 @@ def read_document(name: str) -> str:
         ) from None
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise usage_error(f"{source}: {'holds only blanks' if text else 'is empty'}", "a document needs some text")
+        raise usage_error(f"{source}: {'holds only blanks' if text else 'is empty'}", "give a document with text")
     return text
 
 
@@ -159,9 +159,7 @@ def _read_text(source: str, file: BinaryIO) -> bytes:
             at += len(data) - len(piece)
             raise usage_error(f"{source}: binary file (NUL byte at {at})", "give plain UTF-8 text")
         if len(data) > _LONGEST:
-            raise usage_error(
-                f"{source}: more than {_LONGEST >> 30} GiB of text", "no model reads that much: give a part"
-            )
+            raise usage_error(f"{source}: more than {_LONGEST >> 30} GiB of text", "split it: no model takes that much")
     return bytes(data) if form is None else _text_of(source, form, bytes(data)).encode()
 
 
@@ -202,7 +200,7 @@ def _text_of(source: str, kind: str, data: bytes) -> str:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise usage_error(f"{source}: {_NAMES[kind]} that cannot be converted: {reason[:200]}", by_hand) from error
     if not found.markdown.strip():
-        raise usage_error(f"{source}: {_NAMES[kind]} without text", "pictures of text have to be read by OCR first")
+        raise usage_error(f"{source}: {_NAMES[kind]} without text", "run OCR on it first")
     return str(found.markdown)
 
 

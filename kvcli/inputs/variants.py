@@ -92,7 +92,7 @@ def variants(
                 chosen = replace(chosen, name=each.name, paper=each.where)
             variant = Variant(chosen.name, getattr(chosen.settings, "budget", None), chosen)
             if variant.label in found:
-                what = f"{variant.label} is there twice, as {each.name!r} again"
+                what = f"{variant.label} is named twice, again as {each.name!r}"
                 raise usage_error(what, "name each method and profile once")
             found[variant.label] = variant
     return list(found.values())
@@ -110,7 +110,7 @@ def where_settings_go(settings: Sequence[str], variants: Sequence[Variant]) -> I
         lacking, has = meanings.pop("", []), list(meanings.items())
         if len(has) > 1:
             each = (f"{', '.join(dict.fromkeys(names))}: {meaning}" for meaning, names in has)
-            yield f"{key} is for {'; for '.join(each)}. --set METHOD.{key}=VALUE sets that of one method"
+            yield f"{key} is for {'; for '.join(each)}. To set it for one method, use --set METHOD.{key}=VALUE"
         if lacking:
             yield f"{', '.join(dict.fromkeys(lacking))}: no setting {key}, which goes to the others"
 

@@ -238,7 +238,7 @@ class DiskTier:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise usage_error(f"--kv-disk {self.folder}: it is no directory", "name one on a local disk") from None
+            raise usage_error(f"--kv-disk {self.folder}: not a directory", "name one on a local disk") from None
         except OSError as error:
             raise self.unusable(error) from None
         assert self.sector
@@ -274,8 +274,8 @@ class DiskTier:
     def full(self, size: int, free: int) -> DiskError:
         """Make the error of a disk without room."""
         return DiskError(
-            f"--kv-disk {self.folder}: KV takes {format_bytes(size)} there, {format_bytes(free)} are free",
-            "free some, name another disk, or take a shorter context or fewer sequences",
+            f"--kv-disk {self.folder}: KV needs {format_bytes(size)} there, but {format_bytes(free)} are free",
+            "free some space, name another disk, or use a shorter context or fewer sequences",
             ExitCode.WILL_NOT_FIT,
         )
 
@@ -290,7 +290,7 @@ class DiskTier:
     def unusable(self, error: OSError) -> DiskError:
         """Make the error of a directory that takes no files."""
         what = f"--kv-disk {self.folder}: {error.strerror}"
-        return DiskError(what, "name a directory on a local disk that can be written to", ExitCode.USAGE)
+        return DiskError(what, "name a writable directory on a local disk", ExitCode.USAGE)
 
     def close(self) -> None:
         """End the threads, if there are any; later reads start new ones."""
@@ -325,8 +325,8 @@ class DiskShare:
     def too_small(self, least: int) -> KvcliError:
         """Make the error of a share that does not hold the `least` bytes that a layer needs."""
         return KvcliError(
-            f"--host-memory {format_bytes(self.tier.host_bytes)} is {format_bytes(self.host_bytes)} for each of "
-            f"{self.parts:,} caches of a layer and sequence, which need {format_bytes(least)}",
+            f"--host-memory {format_bytes(self.tier.host_bytes)} gives {format_bytes(self.host_bytes)} to each of "
+            f"{self.parts:,} caches of a layer and sequence, but each needs {format_bytes(least)}",
             f"give {format_bytes(-(-least * self.parts * 1001 // 1000))} at least, or run fewer sequences together",
             ExitCode.WILL_NOT_FIT,
         )

@@ -193,9 +193,9 @@ class PinnedAllocator:
         except (OSError, RuntimeError) as error:
             held = sum(map(len, self.registered.values()))
             raise KvcliError(
-                f"the system does not pin {format_bytes(size)} of host memory beside the {format_bytes(held)} pinned "
-                f"already: {error}",
-                "raise ulimit -l and the container's memory limit, or take a shorter context or fewer sequences",
+                f"the system does not pin {format_bytes(size)} of host memory on top of the {format_bytes(held)} "
+                f"pinned already: {error}",
+                "raise ulimit -l and the container's memory limit, or use a shorter context or fewer sequences",
                 ExitCode.WILL_NOT_FIT,
             ) from error
         self.registered[address] = mapped

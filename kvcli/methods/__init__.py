@@ -39,7 +39,7 @@ def register(method_class: MethodT, name: str | None = None) -> MethodT:
     before = _registered.get(name)
     again = before and (before.__module__, before.__qualname__) == (method_class.__module__, method_class.__qualname__)
     if not again and name in method_names():
-        raise KvcliError(f"there is a method {name!r} already", "register it with another name=", ExitCode.USAGE)
+        raise KvcliError(f"method {name!r} already exists", "register it with another name=", ExitCode.USAGE)
     _registered[name] = _checked(name, method_class)
     return method_class
 
@@ -94,7 +94,7 @@ def _offered() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
         if point.name in own_method_names() or found.setdefault(point.name, point).value != point.value:
-            what = f"there is a method {point.name!r} already: {_source(point)} offers another of this name"
+            what = f"method {point.name!r} already exists: {_source(point)} has another of this name"
             raise KvcliError(what, "rename its entry point, or uninstall the package", ExitCode.USAGE)
     return found
 
@@ -104,7 +104,7 @@ def _load(point: EntryPoint) -> type[AnyMethod]:
         loaded = point.load()
     except Exception as error:  # whatever another package's import may raise
         what = f"method {point.name!r} of {_source(point)} cannot be imported: {type(error).__name__}: {error}"
-        raise KvcliError(what, "mend or uninstall the package", ExitCode.USAGE) from error
+        raise KvcliError(what, "fix or uninstall the package", ExitCode.USAGE) from error
     return _checked(point.name, loaded)
 
 
@@ -118,7 +118,7 @@ def _checked(name: str, method_class: type[AnyMethod]) -> type[AnyMethod]:
     from kvcli.methods.contract import Method
 
     if not (isinstance(method_class, type) and issubclass(method_class, Method)):
-        raise KvcliError(f"method {name!r} is no subclass of Method", "see CONTRIBUTING.md", ExitCode.USAGE)
+        raise KvcliError(f"method {name!r} is not a subclass of Method", "see CONTRIBUTING.md", ExitCode.USAGE)
     missing = [each for each in ("Config", *STATED) if not hasattr(method_class, each)]
     if missing:
         raise KvcliError(f"method {name!r} does not state {', '.join(missing)}", "see CONTRIBUTING.md", ExitCode.USAGE)

@@ -96,8 +96,8 @@ class DocumentCutConfig(PromptCutConfig):
         beside = max(self.sink + self.window, 2 * self.sink)
         if self.budget <= beside:
             raise ValueError(
-                f"budget {self.budget} leaves no token beside sink {self.sink} and window {self.window}: "
-                f"set it to {beside + 1} at least, or sink and window lower"
+                f"budget {self.budget} leaves no token after sink {self.sink} and window {self.window}: "
+                f"raise it to at least {beside + 1}, or lower sink and window"
             )
         return self
 

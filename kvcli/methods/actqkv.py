@@ -122,7 +122,9 @@ class CutOff:
 class ActQKVConfig(InfLLMConfig):
     """Settings of ActQKV; the cut-off's bounds are 32 and 92 blocks at the paper's budget of 46 (section 5.1)."""
 
-    question_weight: float = setting(4.0, "weight of the question's probe beside the window's; 0 leaves it out", ge=0)
+    question_weight: float = setting(
+        4.0, "weight of the question's probe relative to the window's; 0 leaves it out", ge=0
+    )
     probe: Literal["activation", "mean", "reverse"] = setting(
         "activation", "what weighs a window's queries: activation, mean (without APQ), reverse (table 9)"
     )

@@ -43,7 +43,7 @@ class CAKEConfig(SnapKVConfig):
     )
     window: int = setting(32, "last tokens of the prompt, which stay and whose queries are looked at", "tokens", ge=2)
     kernel: Odd = setting(5, "neighbours over which a token's indicator is averaged, odd", "tokens")
-    gamma: float = setting(200.0, "weight of the variance beside the mean of what a token received", ge=0)
+    gamma: float = setting(200.0, "weight of the variance relative to the mean of a token's attention", ge=0)
     tau1: float = setting(1.0, "temperature of the entropy; the paper tunes both for each model", gt=0)
     tau2: float = setting(1.0, "temperature of the variance", gt=0)
 

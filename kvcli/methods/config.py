@@ -56,7 +56,7 @@ class PrefillPattern(NamedTuple):
         except ValueError:
             found = (0, 0)
         if not comma or min(found) < 1:
-            raise ValueError(f"{text!r} has no two sizes of 1 or more behind {name}, as in {name}:64,1K")
+            raise ValueError(f"{text!r} needs two sizes of 1 or more after {name}, as in {name}:64,1K")
         return cls(name, found)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ class HostKVConfig(MethodConfig):
         if not self.on_host:
             raise ValueError(f"kv_dtype {self.kv_dtype} is for KV in host memory: set offload = true as well")
         if self.ablates_host:
-            raise ValueError(f"kv_dtype {self.kv_dtype} is not for the ablations of host_layout and recall")
+            raise ValueError(f"kv_dtype {self.kv_dtype} does not work with the ablations of host_layout and recall")
         return self
 
     @property
@@ -194,7 +194,7 @@ class HostKVConfig(MethodConfig):
                 ablations of the host's layout (usage).
         """
         if tiers.disk is not None and self.ablates_host:
-            what = "--kv-disk is not for the ablations of host_layout and recall"
+            what = "--kv-disk does not work with the ablations of host_layout and recall"
             raise KvcliError(what, "leave them as they are", ExitCode.USAGE)
         if self.kv_dtype != "auto" and tiers.parts == 1:
             what = f"kv_dtype {self.kv_dtype}: this model's tokens have one latent instead of keys and values"
@@ -229,8 +229,8 @@ class PagedConfig(MethodConfig):
         if pages.selected < 1:
             least = (pages.sink + pages.window + 1) * pages.size
             raise ValueError(
-                f"budget {self.budget} leaves no page to select beside sink {self.sink} and window {self.window} "
-                f"in pages of {self.page_size}: set it to {least} at least, or sink and window lower"
+                f"budget {self.budget} leaves no page to select after sink {self.sink} and window {self.window} "
+                f"in pages of {self.page_size}: raise it to at least {least}, or lower sink and window"
             )
         return self
 
@@ -265,7 +265,7 @@ class TokenConfig(MethodConfig):
             group = f", window {self.window} and an unfilled group of {self.indexed_together}"
             beside = group if self.indexed_together > 1 else f" and window {self.window}"
             raise ValueError(
-                f"budget {self.budget} leaves no token to select beside sink {self.sink}{beside}: "
+                f"budget {self.budget} leaves no token to select after sink {self.sink}{beside}: "
                 f"it must be at least {self.budget + missing}"
             )
         return self

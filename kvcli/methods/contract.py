@@ -121,7 +121,7 @@ def tiers_for(layers: Sequence[LayerGeometry], tiers: Tiers, name: str, refused:
     if layers[0].parts == tiers.parts:
         return tiers
     if refused is not None:
-        raise usage_error(f"{name} keeps no latents: {refused}", "take another method, such as freekv")
+        raise usage_error(f"{name} keeps no latents: {refused}", "use another method, such as freekv")
     return replace(tiers, parts=layers[0].parts)
 
 

@@ -40,7 +40,9 @@ class QLLMConfig(InfLLMConfig):
     window: int = setting(1024, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
     page_size: PowerOfTwo = setting(128, "tokens in a page, a power of two", "tokens")
     prefill_window: int = setting(512, "tokens of the prompt read at once", "tokens", ge=1)
-    question_weight: float = setting(4.0, "weight of the question's probe beside the window's; 0 leaves it out", ge=0)
+    question_weight: float = setting(
+        4.0, "weight of the question's probe relative to the window's; 0 leaves it out", ge=0
+    )
     keep_question: bool = setting(True, "attend to the question throughout, in the place of retrieved blocks")
 
     @property

@@ -43,7 +43,7 @@ class SnapKVConfig(PromptCutConfig):
     @model_validator(mode="after")
     def _leaves_a_token(self) -> SnapKVConfig:
         if self.budget <= self.window:
-            raise ValueError(f"budget {self.budget} leaves no token beside window {self.window}: it must be larger")
+            raise ValueError(f"budget {self.budget} leaves no token after window {self.window}: it must be larger")
         return self
 
 

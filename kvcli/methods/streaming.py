@@ -49,7 +49,7 @@ class StreamingConfig(MethodConfig):
     @model_validator(mode="after")
     def _leaves_a_window(self) -> StreamingConfig:
         if self.budget <= self.sink:
-            raise ValueError(f"budget {self.budget} leaves no window beside sink {self.sink}: it must be larger")
+            raise ValueError(f"budget {self.budget} leaves no window after sink {self.sink}: it must be larger")
         return self
 
 

@@ -38,19 +38,19 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 def _file_name(name: str) -> str:
     if not 0 < len(name) <= _LONGEST_NAME or "/" in name or "\0" in name or name.startswith("."):
-        raise ValueError("is no name of a file beside the index")
+        raise ValueError("is not the name of a file next to the index")
     return name
 
 
 def _dtype(name: str) -> str:
     if name != "auto" and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
-        raise ValueError("is no dtype of torch")
+        raise ValueError("is not a torch dtype")
     return name
 
 
 def _activation(name: str) -> str:
     if name not in ACT2FN:
-        raise ValueError("is no activation that transformers knows")
+        raise ValueError("is not an activation that transformers knows")
     return name
 
 
@@ -124,15 +124,15 @@ def read_json(path: Path, kind: type[File]) -> File:
         problem = error.errors(include_url=False, include_context=False)[0]
         if problem["type"] == "json_invalid":
             said = problem["msg"].removeprefix("Invalid JSON: ")
-            raise KvcliError(f"{path} is not valid JSON: {said}", "get that file again") from error
+            raise KvcliError(f"{path} is not valid JSON: {said}", "download that file again") from error
         if not problem["loc"]:
-            raise KvcliError(f"{path} holds no JSON object", "get that file again") from error
+            raise KvcliError(f"{path} holds no JSON object", "download that file again") from error
         # For a union pydantic also names the branch: "constrained-int", "str".
         names = (str(part) for part in problem["loc"] if part not in ("int", "str"))
         place = ".".join(name for name in names if name.isidentifier())
         said = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         given = "" if problem["type"] == "missing" else f" {repr(problem['input'])[:60]}"
-        raise KvcliError(f"{path}: {place}{given}: {said[:1].lower()}{said[1:]}", "get that file again") from error
+        raise KvcliError(f"{path}: {place}{given}: {said[:1].lower()}{said[1:]}", "download that file again") from error
 
 
 def check_pointer(path: Path) -> None:
@@ -152,7 +152,7 @@ def check_safetensors(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             file.keys()
     except (SafetensorError, OSError, ValueError) as error:
-        raise KvcliError(f"{path} is damaged or cut off ({error})", "get that file again") from error
+        raise KvcliError(f"{path} is damaged or cut off ({error})", "download that file again") from error
 
 
 class StoredTensor(NamedTuple):
@@ -211,7 +211,7 @@ def check_files(path: Path) -> None:
         raise KvcliError(f"{path} has no weights: no model*.safetensors in it", WAY_OUT, ExitCode.USAGE)
     for file in weights:
         if not file.is_file():
-            raise KvcliError(f"{file} is missing (the index names {len(weights)} shards)", "get that file again")
+            raise KvcliError(f"{file} is missing (the index names {len(weights)} shards)", "download that file again")
         check_pointer(file)
         if file.suffix == ".safetensors":
             check_safetensors(file)
@@ -272,11 +272,11 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
     if caused_by(hub.EntryNotFoundError):
         return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", WAY_OUT, ExitCode.USAGE)
     if caused_by(SafetensorError):
-        return KvcliError(f"the weights of {name} are damaged ({text})", "get them again")
+        return KvcliError(f"the weights of {name} are damaged ({text})", "download them again")
     # The second: transformers would draw what is missing at random, which 8-bit types do not support.
     if "automatic conversion of the weights" in text or "normal_kernel" in text:
         what = f"{name} lacks parts of its quantised weights, or they are not what config.json says"
-        return KvcliError(what, "the files are incomplete or belong to another config.json: get them again")
+        return KvcliError(what, "the files are incomplete or belong to another config.json: download them again")
     if "custom code" in text or "trust_remote_code" in text:
         hint = "choose a model whose architecture is part of transformers"
         return KvcliError(f"{name} needs custom code, which kvcli never runs", hint, ExitCode.USAGE)

@@ -87,7 +87,7 @@ def placed(
     if len(devices) == 1:
         return None
     if geometry.form is not None:
-        raise usage_error(f"weights in {geometry.form.label} lie on one device, --device names several", "name one")
+        raise usage_error(f"weights in {geometry.form.label} need one device, but --device names several", "name one")
     return place(build_on_meta(config, dtype), geometry, devices, free or free_memory(devices))
 
 
@@ -197,7 +197,7 @@ def place(
     """
     if len(devices) > geometry.depth:
         what = f"{len(devices)} devices are named for {geometry.depth} layers"
-        raise KvcliError(what, "a layer is not split: name as many at most", ExitCode.USAGE)
+        raise KvcliError(what, f"name at most {geometry.depth}: a layer is not split", ExitCode.USAGE)
     attending = iter(geometry.layers)
     of_layers = [next(attending) if layer.attention else None for layer in geometry.decoder]
     sizes = [0 if each is None or each.window is not None else each.token_size for each in of_layers]
@@ -210,8 +210,8 @@ def place(
         least, beyond, found = (least, room, found) if tried is None else (room, beyond, tried)
     if found is None:
         held = ", ".join(f"{device} {format_bytes(size)}" for device, size in zip(devices, free, strict=True))
-        what = f"the weights take {format_bytes(geometry.weight_bytes)}, whole layers of them do not fit: {held} free"
-        raise KvcliError(what, "name more devices, or take a smaller --dtype", ExitCode.WILL_NOT_FIT)
+        what = f"the weights take {format_bytes(geometry.weight_bytes)}, and whole layers do not fit: {held} free"
+        raise KvcliError(what, "name more devices, or use a smaller --dtype", ExitCode.WILL_NOT_FIT)
     return _placement(model, geometry, devices, found)
 
 

@@ -249,7 +249,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMod
             model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a senseless config makes modelling code raise anything
         if "Unrecognized configuration class" in str(error):
-            raise refusal(config, "it is no causal language model") from error
+            raise refusal(config, "it is not a causal language model") from error
         if unknown := _unknown_rope_type(config):
             what = f"rope_type {unknown!r} in config.json is none that transformers {transformers.__version__} knows"
             hint = f"check it, or install a newer transformers; known: {', '.join(['default', *ROPE_INIT_FUNCTIONS])}"

@@ -38,8 +38,8 @@ from kvcli.models.geometry import build_on_meta
 from kvcli.models.place import gguf_parts
 from kvcli.models.weights import PackedForm
 
-_AGAIN = "get that file again"
-_OTHER_FILES = "take the model's safetensors files"
+_AGAIN = "download that file again"
+_OTHER_FILES = "use the model's safetensors files"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -104,7 +104,7 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
         if number == 0:
             metadata = own
         if own.get("split.no", number) != number or own.get("split.count", len(files)) != len(files):
-            raise KvcliError(f"{path} is no part {number + 1} of {len(files)} of a checkpoint", _AGAIN)
+            raise KvcliError(f"{path} is not part {number + 1} of {len(files)} of a checkpoint", _AGAIN)
         if twice := tensors.keys() & found.keys():
             raise KvcliError(f"{path} holds {_shown(min(twice))} once more", _AGAIN)
         tensors |= found
@@ -122,12 +122,12 @@ class _Reader:
     def metadata(self) -> dict[str, Any]:
         """Read up to the list of tensors."""
         if self.take(4) != b"GGUF":
-            raise KvcliError(f"{self.path} is no GGUF file: it does not begin as one", _AGAIN)
+            raise KvcliError(f"{self.path} is not a GGUF file: it does not begin like one", _AGAIN)
         version = self.number("I")
         if version & 0xFFFF == 0:
-            raise usage_error(f"{self.path} is a big-endian GGUF file", "get one for little-endian machines")
+            raise usage_error(f"{self.path} is a big-endian GGUF file", "use a file for little-endian machines")
         if version not in _VERSIONS:
-            raise usage_error(f"{self.path} is a GGUF file of version {version}", "versions 2 and 3 are read")
+            raise usage_error(f"{self.path} is a GGUF file of version {version}", "use a file of version 2 or 3")
         self.count = self.number("Q")
         return {self.string(): self.value() for _ in range(self.within(self.number("Q"), 12))}
 
@@ -260,11 +260,14 @@ def config_of(path: Path) -> PreTrainedConfig:
     """
     header = read_header(path)
     if header.architecture not in _MODEL_TYPES:
-        what = f"{path} holds a model of architecture {header.architecture[:40]!r}, of which no GGUF files are read"
-        raise usage_error(what, f"known: {', '.join(_MODEL_TYPES)}; others run from safetensors files")
+        held = f"{path} holds a model of architecture {header.architecture[:40]!r}"
+        what = f"{held}, which kvcli does not read from GGUF files"
+        raise usage_error(what, f"known: {', '.join(_MODEL_TYPES)}; use safetensors files for others")
     if header.of_model("expert_count"):
         number = _shown(str(header.of_model("expert_count")))
-        raise usage_error(f"{path} holds a model with {number} experts, of which no GGUF files are read", _OTHER_FILES)
+        raise usage_error(
+            f"{path} holds a model with {number} experts, which kvcli does not read from GGUF files", _OTHER_FILES
+        )
     try:
         values = _config_values(header)
         config: PreTrainedConfig = AutoConfig.for_model(_MODEL_TYPES[header.architecture], **values)
@@ -600,7 +603,7 @@ def load_gguf(
     if absent := wanted.keys() - named.keys():
         raise KvcliError(f"{path} lacks {min(absent)}", _AGAIN)
     if strange := named.keys() - wanted.keys():
-        raise KvcliError(f"{path} holds {_shown(min(strange))}, which is no part of such a model", _AGAIN)
+        raise KvcliError(f"{path} holds {_shown(min(strange))}, which is not part of such a model", _AGAIN)
     for name, shape in wanted.items():
         if named[name].shape != shape:
             what = f"{path}: {name} is {list(named[name].shape)}, not {list(shape)} as the header says"

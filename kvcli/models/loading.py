@@ -248,10 +248,10 @@ class Checkpoint:
         said = [] if _is_gguf(self.path) else notices(self.path)
         form, counts = self.geometry.form, self.geometry.parts.counts
         if form is not None and form.widened and not isinstance(form, PackedForm):
-            said.append(f"{form.name} weights are made wide here: {WIDER}")
+            said.append(f"{form.name} weights are unpacked on loading: {WIDER}")
         elif form is not None and not form.experts and counts.experts > counts.projections + counts.mlp:
             said.append(
-                f"of the weights {counts.experts / 1e9:,.1f} billion are experts, which {form.name} leaves alone"
+                f"{counts.experts / 1e9:,.1f} billion weights are of experts, which {form.name} does not quantise"
             )
         return said
 
@@ -408,7 +408,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     found: dict[str, Any] = loaded[1]
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
     if missing:
-        hint = "the files are incomplete or belong to another config.json: get them again"
+        hint = "the files are incomplete or belong to another config.json: download them again"
         hint += "" if form is None else f"; or transformers is too old for {form.name}: update it"
         raise KvcliError(f"{spec.label} lacks {len(missing)} of its weights, the first is {missing[0]}", hint)
     if mismatched:
@@ -416,7 +416,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
         raise KvcliError(
             f"{len(mismatched)} weights of {spec.label} do not have the shape that config.json says, the first is "
             f"{name}: {list(stored)}, not {list(expected)}",
-            "config.json and weights belong to different models: get them again",
+            "config.json and weights belong to different models: download them again",
         )
     if found["error_msgs"]:
         raise KvcliError(f"the weights of {spec.label} cannot be read: {' '.join(found['error_msgs'][0].split())}")
@@ -439,7 +439,7 @@ def _with_halves(
         raise KvcliError(
             f"{len(wrong)} weights of {spec.label} do not have the shape that config.json says, the first is "
             f"{wrong[0]}: {list(stored[wrong[0]].shape)}, not {expected}",
-            "config.json and weights belong to different models: get them again",
+            "config.json and weights belong to different models: download them again",
         )
     buffers = dict(module.named_buffers())
     for file in sorted({tensor.file for tensor in stored.values()}):
@@ -489,7 +489,7 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
     raise KvcliError(
         f"{spec.tokenizer or spec.label} has no usable tokenizer"
         + (f" ({' '.join(str(failure).split())[:200]})" if failure else ""),
-        "put tokenizer.json and tokenizer_config.json beside config.json",
+        "put tokenizer.json and tokenizer_config.json next to config.json",
     ) from failure
 
 

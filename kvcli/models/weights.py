@@ -119,7 +119,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
 LATENT_UP = "kv_b_proj"
 """The projection of latents, which attention absorbs (`kvcli.models.latent`): a plain one once a model is loaded."""
 
-WIDER = "a GPU multiplies by fp8 (compute capability 8.9) and mxfp4 as they are with pip install 'kvcli[kernels]'"
+WIDER = "pip install 'kvcli[kernels]' lets a GPU use fp8 (compute capability 8.9) and mxfp4 as stored"
 """The hint for weights that are widened."""
 
 _WIDE = {"int4": (2, 4), "int8": (4, 4), "fp8": (10, 8)}
@@ -319,7 +319,9 @@ def form_of(config: PreTrainedConfig, weights: str, device: torch.device, here: 
         return ON_LOADING[weights]
     form = _stored(stored if isinstance(stored, dict) else stored.to_dict(), device, here)
     if weights != "auto":
-        raise usage_error(f"the weights are stored as {form.name}, --weights {weights} is for others", "leave it out")
+        raise usage_error(
+            f"the weights are stored as {form.name}, so --weights {weights} has no effect", "leave it out"
+        )
     return form
 
 

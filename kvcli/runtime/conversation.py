@@ -185,7 +185,7 @@ class Conversation:
             KvcliError: no page was read yet (usage), or it could not be saved.
         """
         if self._kv is None or not self._kv.length:
-            raise usage_error(f"nothing was read yet, or less than {PAGE} tokens", "ask something before")
+            raise usage_error(f"there is no KV yet, or less than {PAGE} tokens", "ask a question first")
         tokens, kv = self._kv.length, self._kv
         with self._engine(self._capacity) as ready:
             chosen = writers(self.ids[:tokens], ready.rope.fingerprint(self._capacity))
@@ -265,7 +265,7 @@ class Conversation:
             limit = max(0, min(known, len(ids) - wanted))
             skip = self._kv.cut(limit)
             if known and limit < PAGE:
-                self.observer.notice("this method wants to see all queries of its prompt, which is read anew")
+                self.observer.notice("this method needs all queries of its prompt: prefilling it again")
         kv = RawKV(self.model.geometry, self._tiers, len(ids), self._kv, skip // PAGE)
         branches = Branches(ids[:skip], [ids[skip:]], self._kv if skip else None, skip)
         read = len(ids) - skip
@@ -286,7 +286,7 @@ class Conversation:
             before.method.context.counters = Counters(len(ready.layers))
             return before
         if self.ids or before is not None:
-            self.observer.notice(f"{profile.method} reads prompts by windows of its own: the conversation is read anew")
+            self.observer.notice(f"{profile.method} prefills in its own windows: prefilling the conversation again")
         room = needed + ROOM * sampling.max_tokens
         context = ready.context(len(turn.ids), sampling.max_tokens, turn.question, capacity=room)
         return WindowedReader(profile, ready.method(profile, context), [])

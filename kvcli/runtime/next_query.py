@@ -154,6 +154,6 @@ def _rotated(method: AnyMethod, layer: int, q: Tensor, position: int) -> Tensor:
 def _refusal(model: PreTrainedModel, reason: str) -> KvcliError:
     return KvcliError(
         f"queries of model type {model.config.model_type!r} cannot be made a layer ahead: {reason}",
-        "take a method that selects with the layer's own query, such as freekv or arkvale",
+        "use a method that selects with the layer's own query, such as freekv or arkvale",
         ExitCode.USAGE,
     )

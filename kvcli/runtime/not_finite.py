@@ -43,8 +43,8 @@ def describe_origin(engine: Engine, ids: Sequence[int]) -> str:
         for hook in hooks:
             hook.remove()
     if broken:
-        return f"it first shows behind layer {min(broken)}; another --dtype may hold its range"
-    return f"it does not show in the last {len(ids):,} tokens of the prompt alone; another --dtype may hold its range"
+        return f"it first shows after layer {min(broken)}; try another --dtype for its range"
+    return f"it does not show in the last {len(ids):,} tokens of the prompt alone; try another --dtype for its range"
 
 
 def _listen(layer: int, broken: list[int]) -> Any:

@@ -188,7 +188,7 @@ class PrefillRunner:
         limit = min(limit, found.length, least - max(method.query_rows for method in methods))
         if any(method.observes for method in methods):
             limit = 0
-            self.observer.notice(f"{self.profiles[0].method} wants to see every query: the document is read again")
+            self.observer.notice(f"{self.profiles[0].method} needs every query: prefilling the document again")
         skip = found.cut(max(0, limit))
         if len(branches.rests) == 1:
             branches = Branches.of([reading.prompts[0].ids], skip)

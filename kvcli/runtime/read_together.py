@@ -85,5 +85,7 @@ def check_reads_exactly(name: str, config: MethodConfig) -> None:
         KvcliError: it is asked for (usage).
     """
     if config.prefill != "exact":
-        what = f"prefill={config.prefill} is not for {name}, which reads prompts in its own way or shares what was read"
-        raise usage_error(what, "leave prefill at exact, or take another method")
+        what = (
+            f"prefill={config.prefill} does not work with {name}, which prefills in its own way or shares its prefill"
+        )
+        raise usage_error(what, "leave prefill at exact, or use another method")

@@ -92,8 +92,8 @@ def reach(rope: Rope, branches: Branches, capacity: int) -> None:
         return
     rope.cover(longest)
     if not rope.alike([capacity, longest]):
-        what = f"repeating the document takes {longest:,} positions, for which this model rotates all tokens otherwise"
-        raise KvcliError(what, "take a method that repeats nothing, such as expected_attention", ExitCode.USAGE)
+        what = f"the repeated document needs {longest:,} positions, where this model rotates all tokens differently"
+        raise KvcliError(what, "use a method that repeats nothing, such as expected_attention", ExitCode.USAGE)
     rope.use([longest])
 
 

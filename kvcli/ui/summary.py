@@ -215,7 +215,7 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
         if isinstance(value, int | float | str):  # longer data is for the JSON
             rows.append((key.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else f"{value}"))
     if drafts is not None:
-        each = f"{(drafts.accepted + drafts.passes) / drafts.passes:.2f} tokens a pass of full attention"
+        each = f"{(drafts.accepted + drafts.passes) / drafts.passes:.2f} tokens per pass of full attention"
         rows.append(("drafts accepted", f"{rate(drafts.accepted, drafts.drafted)} · {each}"))
     rows += fidelity_rows(sequence.fidelity)
     asked, budget = report.profile.get("settings", {}).get("budget"), sequence.budget
@@ -243,7 +243,7 @@ def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _from_disk(cache: Cache, steps: int) -> str:
     """Format the bytes read from disk, in all and per step, and how long steps waited for them."""
-    waited = f" · waited {duration(cache.disk_wait_ms / steps)} a step" if steps else ""
+    waited = f" · waited {duration(cache.disk_wait_ms / steps)} per step" if steps else ""
     return _moved(cache.bytes_from_disk, steps) + waited
 
 
@@ -419,7 +419,7 @@ def _digits(value: float, unit: str) -> str:
 
 def _moved(size: int, steps: int, drafts: DraftCounts | None = None) -> str:
     count, each = (steps, "step") if drafts is None else (drafts.passes, "pass")
-    return format_bytes(size) + (f" · {format_bytes(size / count)} a {each}" if count else "")
+    return format_bytes(size) + (f" · {format_bytes(size / count)} per {each}" if count else "")
 
 
 def _speed(tokens_per_s: float | None) -> str:
@@ -430,18 +430,18 @@ def _speed(tokens_per_s: float | None) -> str:
 
 def progress_rows(found: Progress) -> Iterator[tuple[str, str]]:
     """Yield label and value of each line; empty ones are left out."""
-    earlier = f", {found.earlier:,} of them before" if found.earlier else ""
+    earlier = f", {found.earlier:,} of them from before" if found.earlier else ""
     yield "rows", f"{found.ended:,} of {found.total:,} have a result{earlier}"
     if failed := found.failed + found.earlier_failed:
-        yield "failed", f"{failed:,}; --retry-errors does them again"
+        yield "failed", f"{failed:,}; redo them with --retry-errors"
     if found.in_flight:
         yield "in flight", f"{found.in_flight:,}"
     if found.prompt_tokens:
         shared = f" and {found.shared_tokens:,} shared" if found.shared_tokens else ""
         yield "prompts", f"{found.prompt_tokens:,} tokens read{shared}"
     if found.output_tokens:
-        rows = f", {found.output_tokens / found.steps:.1f} rows a step" if found.steps else ""
-        speed = f", {found.output_tokens_per_second:,.1f} a second" if found.output_tokens_per_second else ""
+        rows = f", {found.output_tokens / found.steps:.1f} rows per step" if found.steps else ""
+        speed = f", {found.output_tokens_per_second:,.1f} per second" if found.output_tokens_per_second else ""
         yield "output", f"{found.output_tokens:,} tokens{speed}{rows}"
     if found.seconds and found.output_tokens:
         yield "time", f"{duration(1000 * found.seconds)}, {shares(found)}"

@@ -55,7 +55,7 @@ def test_a_last_line_that_was_cut_off_is_taken_away_wherever_it_was_cut(tmp_path
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_text(text)
-    with pytest.raises(KvcliError, match="no file of results"), ResultFile(path):
+    with pytest.raises(KvcliError, match="not a file of results"), ResultFile(path):
         pass
     assert path.read_text() == text
 
@@ -64,14 +64,14 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "out.jsonl"
     filled(path, result("a"))
     path.write_text(path.read_text() + "{}\n")
-    with pytest.raises(KvcliError, match="line 2 is no result"), ResultFile(path):
+    with pytest.raises(KvcliError, match="line 2 is not a result"), ResultFile(path):
         pass
 
 
 def test_a_row_twice_is_named(tmp_path):
     path = tmp_path / "out.jsonl"
     filled(path, result("a"), result("a"))
-    with pytest.raises(KvcliError, match="line 2: a second result of row 'a'"), ResultFile(path):
+    with pytest.raises(KvcliError, match="line 2: a second result for row 'a'"), ResultFile(path):
         pass
 
 

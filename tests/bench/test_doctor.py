@@ -80,7 +80,7 @@ def test_of_several_gpus_it_says_that_one_is_used(monkeypatch, count, state):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     check = found("device")
     assert check.state is state
-    assert ("a run uses cuda:0, and all where its weights do not fit" in check.found) == (count == 2)
+    assert ("a run uses cuda:0, or all if its weights do not fit" in check.found) == (count == 2)
 
 
 def test_a_full_disk_is_a_note(monkeypatch):
@@ -104,7 +104,7 @@ def test_limits_of_a_container_are_read(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1073741824\n")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert "may take 1.00 GiB" in found("memory").found
+    assert "may use 1.00 GiB" in found("memory").found
     assert found("threads").fix == "set OMP_NUM_THREADS=1"  # half a core
     for file in tmp_path.iterdir():
         file.write_text("max\n")

@@ -78,8 +78,8 @@ def test_each_context_and_batch_size_has_its_tables():
 
 def test_notes_say_what_the_kv_was():
     made_up, read = (dict(notes(profile_of(case(), kv=kv))) for kv in ("made up", "read"))
-    assert made_up["KV"] == "seeded noise, not a text's"
-    assert read["KV"] == "of prompts that the model read"
+    assert made_up["KV"] == "seeded noise, not of a text"
+    assert read["KV"] == "of prompts that the model prefilled"
     assert made_up["weights"].startswith("random")
     assert list(made_up)[:2] == ["runs", "KV"]
     assert "memory read" in made_up["roofline"]

@@ -65,8 +65,8 @@ def test_a_batch_and_what_is_said_of_it(batch, source, tmp_path, other):
     assert "12 of 12 have a result" in result.stderr
     assert len(answers(tmp_path / "out.jsonl")) == 12
     again = batch(source, "-o", "out.jsonl")
-    assert "12 of 12 have a result, 12 of them before" in again.stderr
-    assert "0.0 a second" not in other("status", "out.jsonl").stdout
+    assert "12 of 12 have a result, 12 of them from before" in again.stderr
+    assert "0.0 per second" not in other("status", "out.jsonl").stdout
 
 
 def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
@@ -98,14 +98,14 @@ def test_bad_rows_are_listed_and_fail_alone(batch, tmp_path, other):
         (["none.jsonl", "-q"], ["none.jsonl", "No such file"]),
         (["in.jsonl", "--shard", "0/4"], ["0/4"]),
         (["in.jsonl", "--shard", "slurm", "-o", "x"], ["SLURM_ARRAY_TASK_ID"]),
-        (["in.jsonl", "--shard", "1/4"], ["without -o"]),
+        (["in.jsonl", "--shard", "1/4"], ["--shard needs -o"]),
         (["in.jsonl", "--prefill-share", "0"], ["--prefill-share"]),
         (["in.jsonl", "-o", "in.jsonl"], ["would overwrite"]),
         (["in.jsonl", "--max-inflight", "0"], ["--max-inflight"]),
         (["in.jsonl", "--workers", "2"], ["--workers", "--engine ray"]),
         (["in.jsonl", "--engine", "ray"], ["--engine ray"]),
         (["status", "none.jsonl"], ["none.jsonl"]),
-        (["merge", "in.jsonl", "-o", "none.jsonl"], ["no files of shards"]),
+        (["merge", "in.jsonl", "-o", "none.jsonl"], ["no shard files"]),
     ],
 )
 def test_what_is_refused(other, source, arguments, words):
@@ -143,7 +143,7 @@ def test_shards_come_to_the_whole(batch, other, source, tmp_path):
     assert batch(source, "-o", "out.jsonl", "--shard", "slurm", **slurm).returncode == 0
     early = other("merge", source, "-o", "out.jsonl")
     assert early.returncode == 1
-    assert "there is no file of shard 2 of 3" in early.stderr
+    assert "no file for shard 2 of 3" in early.stderr
     assert not (tmp_path / "out.jsonl").exists()
     assert batch(source, "-o", "out.jsonl", "--shard", "2/3").returncode == 0
     sizes = [len(answers(tmp_path / f"out.{n}-of-3.jsonl")) for n in (1, 2, 3)]
@@ -211,7 +211,7 @@ def test_sigterm_and_status_and_metrics_of_a_run(other, started, tmp_path):
     assert process.returncode == 143
     logged = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     assert logged[-1]["total"] == 20
-    assert "the same command goes on" in told
+    assert "To resume, run the same command" in told
     kept = answers(tmp_path / "out.jsonl")
     assert 2 <= len(kept) < 20
     assert logged[-1]["done"] == len(kept)

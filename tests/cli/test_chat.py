@@ -35,9 +35,14 @@ def test_a_line_is_a_turn(warm, model, document):
     result = warm("chat", "-m", model, document, "--max-tokens", 6, text=lines)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) >= 3
-    for words in ("6 tokens, ended by --max-tokens", "from quest, budget 64", "no command /nonsense", "no KEY=VALUE"):
+    for words in (
+        "6 tokens, ended by --max-tokens",
+        "use quest, budget 64",
+        "unknown command /nonsense",
+        "is not KEY=VALUE",
+    ):
         assert words in result.stderr
-    assert "/retry           answer the last question once more" in result.stderr
+    assert "/retry           answer the last question again" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -58,7 +63,7 @@ def test_a_line_that_is_no_text_is_named_and_the_others_are_asked(model, documen
 def test_without_a_method_a_short_conversation_is_read_whole(warm, model, document):
     result = warm("chat", "-m", model, document, "--max-tokens", 3, "--json", text="which fox?\nand then?\n")
     assert json.loads(result.stdout)["profile"]["method"] == "full"
-    assert result.stderr.count("no --method: full attention") == 1
+    assert result.stderr.count("no --method: using full attention") == 1
 
 
 def test_json_has_all_turns(warm, model, document):
@@ -86,7 +91,7 @@ def test_a_session_begins_with_saved_kv_and_saves_it(warm, model, document, tmp_
     ("arguments", "words"),
     [
         (["--kv", "nowhere"], "nowhere"),
-        (["-"], "- is no document here"),
+        (["-"], "- cannot be a document"),
         (["missing.txt"], "missing.txt"),
         (["--method", "qest"], "unknown method 'qest'"),
         (["--temperature", "-1"], "--temperature"),

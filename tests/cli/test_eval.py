@@ -101,7 +101,10 @@ def test_a_process_that_is_stopped_at_work_is_taken_up(warm, table, tmp_path, se
         (["--tasks", "niah_sinlge"], ["niah_sinlge"]),
         (["--tasks", "vt", "--method", "full", "--budget", "4K"], ["'budget'", "full"]),
         (["--tasks", "vt", "--method", "quest", "--set", "tua=1"], ["tua"]),
-        (["--tasks", "vt", "--method", "quest", "--budget", "32"], ["budget 32 leaves no page", "or sink and window"]),
+        (
+            ["--tasks", "vt", "--method", "quest", "--budget", "32"],
+            ["budget 32 leaves no page", "or lower sink and window"],
+        ),
         (["--tasks", "vt,,fwe"], ["--tasks", "empty entry"]),
         (["--tasks", "vt", "--length", "1M"], ["1,048,576", "16,384"]),
         (["--tasks", "vt", "--length", "4K,5"], ["a prompt of 5 tokens", "too short for vt"]),

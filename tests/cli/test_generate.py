@@ -338,9 +338,9 @@ def test_a_killed_run_goes_on_from_its_checkpoint(warm, model, document, generat
     ("arguments", "words"),
     [
         (["--resume", "nowhere"], "holds no journal.json"),
-        (["--resume", ".", "--max-tokens", "9"], "--max-tokens does not go with --resume"),
-        (["--resume", ".", "--method", "quest"], "--method does not go with --resume"),
-        (["--resume", ".", "fox.txt"], "FILE does not go with --resume"),
+        (["--resume", ".", "--max-tokens", "9"], "--max-tokens cannot be given with --resume"),
+        (["--resume", ".", "--method", "quest"], "--method cannot be given with --resume"),
+        (["--resume", ".", "fox.txt"], "FILE cannot be given with --resume"),
         (["--resume", "."], "holds no journal.json"),
         (["fox.txt", "--checkpoint", "."], "holds something else, fox.txt"),
         (["fox.txt", "--checkpoint", "new", "--every", "0"], "--every"),
@@ -356,7 +356,7 @@ def test_what_cannot_be_kept_or_gone_on_with_is_one_line(warm, tmp_path, argumen
 def test_without_a_method_short_documents_are_read_whole(generate, document):
     result = generate(document, "--max-tokens", 3, "--json")
     assert json.loads(result.stdout)["profile"]["method"] == "full"
-    assert "no --method: full attention, because reading all of" in result.stderr
+    assert "no --method: using full attention, because reading all of" in result.stderr
     named = generate(document, "--max-tokens", 3, "--json", "--method", "freekv")
     assert json.loads(named.stdout)["profile"]["method"] == "freekv"
     assert "no --method" not in named.stderr
@@ -368,7 +368,7 @@ def test_a_small_budget_scales_sink_and_window_with_a_notice(generate, document)
     result = generate(document, "--max-tokens", 3, "--json", "--budget", 128)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["profile"]["settings"]["budget"] == 128
-    assert "budget 128 has no room for sink 128 and window 128: taking sink 0 and window 32" in result.stderr
+    assert "budget 128 has no room for sink 128 and window 128: using sink 0 and window 32" in result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +393,7 @@ def test_a_question_alone_is_plain_text_to_a_base_model_too(warm, base):
 
 def test_the_demo_model_says_what_it_is_good_for(warm, document):
     result = warm("generate", document, "--max-tokens", 1)
-    assert "can only find facts in documents like those in examples/" in " ".join(result.stderr.split())
+    assert "only finds facts in documents like those in examples/" in " ".join(result.stderr.split())
     known = warm("generate", "examples/needle-4k.txt", "--max-tokens", 1)
     assert "using the small demo model" in " ".join(known.stderr.split())
 

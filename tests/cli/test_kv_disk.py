@@ -98,7 +98,7 @@ def test_samples_and_questions_share_what_lies_there(generate, disk):
         (["--kv-disk", "DISK", "--lossless", "4"], ["--lossless", "--kv-disk"]),
         (["--kv-disk", "DISK", "--checkpoint", "DISK/run"], ["--checkpoint", "--kv-disk"]),
         (["--kv-disk", "FILE/below"], ["FILE/below", "Not a directory"]),
-        (["--kv-disk", "FILE"], ["FILE", "no directory"]),
+        (["--kv-disk", "FILE"], ["FILE", "not a directory"]),
         (["--host-memory", "1GiB"], ["--host-memory", "disk"]),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_batch_on_a_disk_answers_the_same(warm, model, disk, document, tmp_pat
     assert len(texts[0]) == 2
     small = warm(*arguments[:-4], "--kv-disk", disk, "--host-memory", "4KiB", "-o", tmp_path / "small.jsonl")
     assert small.returncode == 4
-    assert "--host-memory 4.00 KiB is" in small.stderr
+    assert "--host-memory 4.00 KiB gives" in small.stderr
 
 
 def test_eval_and_profile_run_on_one(warm, model, disk, tmp_path):

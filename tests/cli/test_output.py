@@ -77,7 +77,7 @@ def test_bad_output_paths_are_refused_before_the_work(tmp_path):
         assert words in refused({"--html": path}).what
         assert str(path) in refused({"--html": path}).what
     assert "File name too long" in refused({"--html": tmp_path / ("x" * 300)}).what
-    assert "takes a file" in refused({"--trace": Path("-")}).what
+    assert "needs a file" in refused({"--trace": Path("-")}).what
     check_outputs({"--html": tmp_path / "out.txt"})
 
 

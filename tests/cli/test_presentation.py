@@ -22,7 +22,7 @@ def shown(entries, num_samples=1, timeline=False, **output):
     return Presentation(entries, num_samples, Tracing(timeline), Output(**output))
 
 
-FAILED = FailedPrompt("bad.txt", KvcliError("bad.txt: is empty", "a document needs some text", ExitCode.USAGE))
+FAILED = FailedPrompt("bad.txt", KvcliError("bad.txt: is empty", "give a document with text", ExitCode.USAGE))
 
 
 def test_texts_come_out_in_order_when_the_run_breaks_off(capsys):

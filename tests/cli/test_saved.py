@@ -157,15 +157,15 @@ def test_what_is_wrong_is_said_in_a_line(generate, document, saved, warm, model,
         (["--kv", tmp_path / "none", "-p", "why?"], 2, "no such directory"),
         (["--kv", tmp_path, "-p", "why?"], 2, "holds no saved KV"),
         (["--kv", torn, "-p", "why?"], 1, "layer-0001.safetensors"),
-        ([document, "--kv", saved, "--raw", "-p", "why?"], 2, "does not begin as"),
-        ([document, "--kv-cache-size", "1GiB"], 2, "--kv-cache-size has no store"),
+        ([document, "--kv", saved, "--raw", "-p", "why?"], 2, "does not begin like"),
+        ([document, "--kv-cache-size", "1GiB"], 2, "--kv-cache-size needs a store"),
         ([document, "--kv-cache", document], 2, "--kv-cache"),
         ([document, "--save-kv", tmp_path], 2, "holds something else"),
     ]
     for arguments, code, message in cases:
         assert_refused(generate(*arguments), code, message)
-    assert_refused(warm("prefill", "-m", model, document), 2, "where to keep")
-    assert_refused(warm("kv", "list"), 2, "which store")
+    assert_refused(warm("prefill", "-m", model, document), 2, "no place to save")
+    assert_refused(warm("kv", "list"), 2, "no store given")
     assert_refused(warm("kv", "rm", "00", "--kv-cache", tmp_path), 2, "no entry is called")
 
 
@@ -175,7 +175,7 @@ def test_saved_kv_brings_its_model(warm, model, document, saved, tmp_path, monke
     monkeypatch.chdir(tmp_path)  # the model's place is known from anywhere
     alone = warm("generate", *asked)
     assert tokens(alone) == with_model
-    assert f"no -m: {model}" in "".join(alone.stderr.splitlines())
+    assert f"no -m: using {model}" in "".join(alone.stderr.splitlines())
     talk = warm("chat", "--kv", saved, "--max-tokens", 3, "--json", text="which fox?\n")
     assert len(tokens(talk)) == 1
 
@@ -186,7 +186,7 @@ def test_saved_kv_of_a_model_that_was_moved_says_so(warm, model, document, tmp_p
     assert warm("prefill", "-m", old, document, "--save-kv", tmp_path / "a.kv").returncode == 0
     old.rename(tmp_path / "new")
     moved = ["--kv", tmp_path / "a.kv", *SHORT, "-p", "which fox?"]
-    assert_refused(warm("generate", *moved), 2, str(old), "not there")
+    assert_refused(warm("generate", *moved), 2, str(old), "does not exist")
     assert warm("generate", "-m", tmp_path / "new", *moved).returncode == 0
 
 

@@ -140,7 +140,7 @@ def test_shell_completion():
 
 def test_help_tells_the_defaults_that_a_profile_decides():
     text = " ".join(kvcli("generate", "--help").stdout.split())
-    assert "[default: (freekv)]" in text
+    assert "[default: (full if it is cheap, else freekv)]" in text
     assert "freekv: 2K" in text
 
 

@@ -69,5 +69,5 @@ def test_a_byte_order_mark_and_foreign_line_ends_are_read(tmp_path):
 
 def test_a_date_in_the_provenance_is_refused_before_the_work(tmp_path):
     (tmp_path / "mine.toml").write_bytes(PROFILE.replace(b'"demo"', b"2030-01-01"))
-    with pytest.raises(KvcliError, match=r"provenance.model = .* is no value of JSON"):
+    with pytest.raises(KvcliError, match=r"provenance.model = .* is not a JSON value"):
         resolve_profile(profile=str(tmp_path / "mine.toml"))

@@ -33,7 +33,7 @@ def test_a_cut_off_line_is_taken_away_and_the_file_grows(tmp_path):
 def test_what_somebody_else_wrote_is_left_alone(tmp_path):
     path = tmp_path / "notes"
     path.write_bytes(b"two")
-    with pytest.raises(KvcliError, match="no file of notes") as raised:
+    with pytest.raises(KvcliError, match="not a file of notes") as raised:
         taken_up(path)
     assert (raised.value.exit_code, raised.value.hint) == (ExitCode.USAGE, "give --notes another file")
     assert path.read_bytes() == b"two"
@@ -54,7 +54,7 @@ def test_one_process_at_a_time_also_where_the_file_was_replaced(tmp_path):
 
 
 def test_a_file_that_cannot_be_opened_or_is_none(tmp_path):
-    for path, what in ((tmp_path / "none" / "notes", "no such file"), (tmp_path, "no regular file")):
+    for path, what in ((tmp_path / "none" / "notes", "no such file"), (tmp_path, "not a regular file")):
         with pytest.raises(KvcliError, match=what):
             taken_up(path)
 

@@ -79,8 +79,8 @@ def test_keyword_arguments_are_read_as_on_the_command_line():
     ("group", "given", "words"),
     [
         (DiskOptions, {"kv_disk": "x", "host_memory": "much"}, "host_memory is much"),
-        (DiskOptions, {"host_memory": 5}, "--host-memory is for KV beside a disk"),
-        (KVOptions, {"kv_cache_size": "1GiB"}, "--kv-cache-size has no store"),
+        (DiskOptions, {"host_memory": 5}, "--host-memory needs --kv-disk"),
+        (KVOptions, {"kv_cache_size": "1GiB"}, "--kv-cache-size needs a store"),
         (Sampling, {"top_p": 2}, "--top-p 2 is out of range"),
     ],
 )

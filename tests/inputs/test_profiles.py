@@ -180,7 +180,7 @@ def test_a_small_budget_scales_sink_and_window_and_says_so(method, budget, sink,
     found = resolve_profile(method, overrides={"budget": budget})
     assert (found.settings.sink, found.settings.window) == (sink, window)
     assert f"budget {budget:,} has no room for sink" in found.notice
-    assert f"taking sink {sink:,} and window {window:,}" in found.notice
+    assert f"using sink {sink:,} and window {window:,}" in found.notice
 
 
 def test_sizes_that_are_given_are_not_scaled():

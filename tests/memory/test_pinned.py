@@ -152,7 +152,7 @@ def test_a_caller_that_waits_learns_that_the_system_pins_no_more():
     assert len(first.result(10)) == 2048
     for _ in range(2):
         with pytest.raises(
-            KvcliError, match=r"does not pin 2\.00 KiB of host memory beside the 2\.00 KiB pinned already: no more"
+            KvcliError, match=r"does not pin 2\.00 KiB of host memory on top of the 2\.00 KiB pinned already: no more"
         ) as e:
             second.result(10)
         assert "ulimit -l" in e.value.hint

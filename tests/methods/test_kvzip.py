@@ -150,7 +150,7 @@ def test_a_prompt_within_the_budget_is_not_repeated():
 
 
 def test_positions_that_would_be_others_are_refused():
-    with pytest.raises(KvcliError, match="repeating the document takes 114 positions"):
+    with pytest.raises(KvcliError, match="the repeated document needs 114 positions"):
         read(model_of("dynamic"), QUESTIONS[:1])
 
 

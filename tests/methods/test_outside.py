@@ -39,7 +39,7 @@ def test_a_name_that_is_taken_is_refused_but_for_the_class_itself():
     class Quest(Full):
         """Another Quest."""
 
-    with pytest.raises(KvcliError, match="there is a method 'quest' already") as error:
+    with pytest.raises(KvcliError, match="method 'quest' already exists") as error:
         register(Quest)
     assert error.value.exit_code == ExitCode.USAGE
     assert register(Quest, name="other") is Quest
@@ -49,7 +49,7 @@ def test_a_name_that_is_taken_is_refused_but_for_the_class_itself():
 
 
 def test_what_is_no_method_is_refused():
-    with pytest.raises(KvcliError, match="no subclass"):
+    with pytest.raises(KvcliError, match="not a subclass"):
         register(dict)
     with pytest.raises(KvcliError, match="does not state Config, title"):
         register(type("Bare", (methods.get_method("full").__mro__[1],), {}))
@@ -76,8 +76,8 @@ def refused(site, *arguments):
     [
         ("broken = other:Gone", "", "method 'broken' of package other cannot be imported: AttributeError"),
         ("broken = other:Gone", "1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
-        ("broken = other:thing", "thing = 3", "method 'broken' is no subclass"),
-        ("quest = other:Gone", "", "there is a method 'quest' already: package other offers another"),
+        ("broken = other:thing", "thing = 3", "method 'broken' is not a subclass"),
+        ("quest = other:Gone", "", "method 'quest' already exists: package other has another"),
     ],
 )
 def test_a_broken_entry_point_is_one_line(tmp_path, points, module, words):

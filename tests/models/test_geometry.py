@@ -167,7 +167,7 @@ def test_models_without_rotary_positions_are_refused(config):
 def test_a_bidirectional_or_headless_model_is_refused():
     with pytest.raises(KvcliError, match="not supported"):
         geometry_of(transformers.BertConfig(num_hidden_layers=1), torch.float32)
-    with pytest.raises(KvcliError, match="no causal language model"):
+    with pytest.raises(KvcliError, match="not a causal language model"):
         geometry_of(transformers.ViTConfig(num_hidden_layers=1), torch.float32)
 
 

@@ -207,7 +207,7 @@ def test_a_checkpoint_may_lie_in_several_files(whole, tmp_path):
     with pytest.raises(KvcliError, match="00002-of-00003"):
         open_checkpoint(ModelSpec(str(names[0]), **CPU))
     shutil.copy(names[0], names[1])
-    with pytest.raises(KvcliError, match="no part 2 of 3"):
+    with pytest.raises(KvcliError, match="not part 2 of 3"):
         open_checkpoint(ModelSpec(str(names[0]), **CPU))
 
 
@@ -312,7 +312,7 @@ def tensor(name=b"token_embd.weight", shape=(32, 8), kind=0, offset=0):
 
 BROKEN = {
     "empty": (b"", "ends within its header"),
-    "magic": (header(magic=b"GGML"), "no GGUF file"),
+    "magic": (header(magic=b"GGML"), "not a GGUF file"),
     "big-endian": (header(order=">"), "big-endian"),
     "version": (header(version=1), "version 1"),
     "no values": (header(values=3), "ends within its header"),
@@ -411,7 +411,7 @@ def test_experts_are_refused(tmp_path):
 
 
 def test_what_loading_makes_is_refused(whole):
-    with pytest.raises(KvcliError, match="--weights int8 is for others"):
+    with pytest.raises(KvcliError, match="so --weights int8 has no effect"):
         open_checkpoint(ModelSpec(str(whole[0]), **CPU, weights="int8"))
 
 

@@ -119,7 +119,7 @@ def test_what_transformers_saves_quantised_loads_and_generates_as_it_is(weights,
     loaded = kvcli.load(str(tmp_path), device="cpu")
     answer = loaded.generate("the quick brown fox " * 20, raw=True, max_tokens=8, method="freekv")
     assert answer.text == loaded.generate("the quick brown fox " * 20, raw=True, max_tokens=8, method="full").text
-    with pytest.raises(KvcliError, match=r"are stored as .*, --weights int8 is for others") as refused:
+    with pytest.raises(KvcliError, match=r"are stored as .*, so --weights int8 has no effect") as refused:
         open_checkpoint(ModelSpec(str(tmp_path), device="cpu", weights="int8"))
     assert refused.value.exit_code == ExitCode.USAGE
 
@@ -136,7 +136,7 @@ def test_a_quantised_checkpoint_that_lacks_a_tensor_is_refused(lost, tmp_path):
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(KvcliError, match="lacks") as refused:
         load_model(ModelSpec(str(tmp_path), device="cpu"))
-    assert "get them again" in refused.value.hint
+    assert "download them again" in refused.value.hint
 
 
 def in_fp8(name, weight):

@@ -80,7 +80,7 @@ def test_an_interrupt_in_a_chunk_lets_go_of_everything(streaming, monkeypatch):
 
 def test_memory_that_cannot_be_had_is_said_in_a_line(streaming, monkeypatch):
     def refuse(*_, **__):
-        raise KvcliError("the system does not pin that much", "take a shorter context")
+        raise KvcliError("the system does not pin that much", "use a shorter context")
 
     streaming()
     monkeypatch.setattr("kvcli.runtime.layer_major.Tiers.on_host_async", refuse)

@@ -29,11 +29,11 @@ HALF = Progress(
 
 def test_a_summary_says_what_there_is():
     assert dict(progress_rows(HALF)) == {
-        "rows": "902 of 2,000 have a result, 400 of them before",
-        "failed": "3; --retry-errors does them again",
+        "rows": "902 of 2,000 have a result, 400 of them from before",
+        "failed": "3; redo them with --retry-errors",
         "in flight": "16",
         "prompts": "70,000 tokens read and 9,000 shared",
-        "output": "5,000 tokens, 100.0 a second, 10.0 rows a step",
+        "output": "5,000 tokens, 100.0 per second, 10.0 rows per step",
         "time": "50.0 s, prefill 20%, decode 70%",
         "left": "about 90.0 s",
     }
@@ -55,4 +55,4 @@ def test_a_line_on_a_terminal_and_nothing_elsewhere():
 
 
 def test_the_status_is_plain_text():
-    assert render_batch(HALF).splitlines()[0] == "rows       902 of 2,000 have a result, 400 of them before"
+    assert render_batch(HALF).splitlines()[0] == "rows       902 of 2,000 have a result, 400 of them from before"

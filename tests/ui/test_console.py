@@ -64,8 +64,8 @@ def test_statistics_of_a_sequence_that_retrieved():
     assert "KV heads 12 / 340 (3.5 %)" in text
     assert "layers 9 / 170 (5.3 %)" in text
     assert "10,201 / 11,000 (92.7 %)" in text
-    assert "12.0 MiB · 1.33 MiB a step" in text
-    assert "prefill 2.96 MiB · decode 36.0 KiB · 4.00 KiB a step" in text
+    assert "12.0 MiB · 1.33 MiB per step" in text
+    assert "prefill 2.96 MiB · decode 36.0 KiB · 4.00 KiB per step" in text
     assert "3,155 tokens/s" in text
     assert "p50 24.0 ms" in text
     assert "p99 27.9 ms" in text

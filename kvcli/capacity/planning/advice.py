@@ -53,7 +53,7 @@ GPUS: Mapping[str, PublishedGPU] = {
 def published(name: str) -> PublishedGPU:
     """Find a GPU by its name. Raises KvcliError (usage) for one that is not listed."""
     if name not in GPUS:
-        raise usage_error(f"--gpu {name!r} is not listed", f"one of {', '.join(GPUS)}; or say its sizes and rates")
+        raise usage_error(f"unknown --gpu {name!r}", f"choose from {', '.join(GPUS)}, or give its sizes and rates")
     return GPUS[name]
 
 

@@ -49,9 +49,9 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
 def _reads(plans: Sequence[CapacityPlan]) -> str:
     """Describe the disk reads of steps."""
     if plans[0].disk_rate is None:
-        return "times without its reads, for which --disk-rate is wanted"
+        return "times exclude its reads; give --disk-rate to include them"
     most = max((plan.times.from_disk for plan in plans if plan.times is not None), default=0)
-    return f"a step reads up to {format_bytes(most)} of it if it asks for all KV evenly, and waits for that"
+    return f"a step reads up to {format_bytes(most)} of it if it requests all KV evenly, and waits for the reads"
 
 
 def _time_notes(plans: Sequence[CapacityPlan]) -> list[tuple[str, str]]:

@@ -70,7 +70,7 @@ class RetroInferConfig(HostKVConfig, TokenConfig):
     def _holds_clusters(self) -> RetroInferConfig:
         if self.update < self.cluster or self.segment < 2 * self.cluster:
             least = f"update must be at least {self.cluster}, and segment {2 * self.cluster}"
-            raise ValueError(f"update {self.update} or segment {self.segment} is no room for a cluster: {least}")
+            raise ValueError(f"update {self.update} or segment {self.segment} has no room for a cluster: {least}")
         return self
 
 

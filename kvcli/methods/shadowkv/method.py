@@ -50,7 +50,7 @@ class ShadowKVConfig(HostKVConfig):
     dense_layers: int = setting(0, "leading layers that attend to everything", "layers", ge=0)
     plus: bool = setting(False, "store generated tokens like the prompt's (ShadowKV+)")
     fp8: bool = setting(False, "round keys and values to float8_e5m2 as they come (tables 12 and 13)")
-    svd_refresh: int = setting(0, "factorise anew after so many generated tokens, with plus; 0: never", "tokens", ge=0)
+    svd_refresh: int = setting(0, "factorise again after so many generated tokens, with plus; 0: never", "tokens", ge=0)
 
     @property
     @override

@@ -50,7 +50,7 @@ class TokenSelectConfig(TokenConfig):
     budget: CountOrShare = setting(2688, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(128, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(512, "most recent tokens, always attended", "tokens", ge=0)
-    theta: float = setting(0.9, "choose anew below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)
+    theta: float = setting(0.9, "choose again below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)
 
 
 class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):

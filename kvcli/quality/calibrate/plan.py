@@ -57,7 +57,7 @@ def prompt_length(plan: CalibrationPlan, checkpoint: Checkpoint) -> int:
     if length < 1:
         raise KvcliError(
             f"{plan.steps:,} steps leave nothing of the {limit:,} positions of {checkpoint.name}",
-            "ask for fewer --steps",
+            "use fewer --steps",
             ExitCode.USAGE,
         )
     return length

@@ -159,8 +159,8 @@ def _check_fit(checkpoint: Checkpoint, profiles: Sequence[Profile], passages: Se
     for pool in needed:
         if needed[pool] > free[pool]:
             raise KvcliError(
-                f"{len(profiles)} settings beside full attention on {longest.capacity:,} tokens need "
-                f"{format_bytes(needed[pool])} of {pool} memory, {format_bytes(free[pool])} are free",
+                f"{len(profiles)} settings and full attention on {longest.capacity:,} tokens need "
+                f"{format_bytes(needed[pool])} of {pool} memory, but {format_bytes(free[pool])} are free",
                 "try fewer values with --values, or a smaller --length",
                 ExitCode.WILL_NOT_FIT,
             )

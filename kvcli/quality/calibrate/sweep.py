@@ -212,7 +212,7 @@ def choose(points: Sequence[Point], cost: Cost, max_loss: float, relative: bool 
     """
     if all(point.mass is not None and point.mass > 1 - NOTHING for point in points):
         return ChosenPoint(
-            None, "nothing was left out of attention at any value: the text fits into the budget, take a longer one"
+            None, "nothing was left out of attention at any value: the text fits into the budget; use a longer one"
         )
     within = [point for point in points if point.added_bound <= max_loss]
     if not within:

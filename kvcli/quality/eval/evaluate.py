@@ -52,7 +52,7 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     with Predictions(plan.predictions, configuration) as predictions:
         done = len(predictions)
         if done:
-            observer.notice(f"{done:,} answers are in {plan.predictions} already; going on from there")
+            observer.notice(f"{done:,} answers are in {plan.predictions} already; continuing from there")
         evaluation = Evaluation(plan, checkpoint.load(), predictions, observer, most, disk)
         complete = True
         try:
@@ -95,7 +95,7 @@ def _check_positions(cells: Sequence[Cell], checkpoint: Checkpoint) -> None:
     if limit is not None and longest > limit:
         raise KvcliError(
             f"a length of {longest:,} tokens is beyond the {limit:,} positions of {checkpoint.name}",
-            f"ask for --length {limit} at most",
+            f"use --length {limit} at most",
             ExitCode.USAGE,
         )
 

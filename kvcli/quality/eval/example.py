@@ -157,7 +157,7 @@ def _turns(example: Example, template: Template, tokenizer: PreTrainedTokenizerB
     ]
     whole = encode(Prompt(_SOURCE, example.prompt), template, tokenizer, said)
     if whole[: len(ids)] != ids:
-        what = "the chat template writes a conversation's beginning differently once it goes on"
+        what = "the chat template changes the beginning of a conversation when it continues"
         raise KvcliError(what, "leave out tasks of several turns, or use --raw", ExitCode.USAGE)
     return whole[len(ids) :]
 

@@ -196,7 +196,7 @@ def _integer(value: object) -> str:
     """Parse an AIME answer, a number or its digits, perhaps of an angle, into digits without leading zeros."""
     found = re.fullmatch(r"\$?0*([0-9]{1,3})(?:\^\{?\\circ\}?)?\$?", str(value).strip())
     if found is None or not isinstance(value, int | str) or isinstance(value, bool):
-        raise ValueError("is no integer from 0 to 999, as AIME's answers are")
+        raise ValueError("is not an integer from 0 to 999, as AIME's answers are")
     return found[1]
 
 

@@ -168,5 +168,5 @@ def _parse(path: Path, number: int, line: bytes) -> Prediction:
     try:
         return _LINE.validate_json(line)
     except ValidationError as error:
-        what = f"{path}: line {number} is no prediction: {first_problem(error)}"
+        what = f"{path}: line {number} is not a prediction: {first_problem(error)}"
         raise KvcliError(what, "remove that line to have it answered again", ExitCode.USAGE) from None

@@ -263,7 +263,7 @@ class Evaluation:
             raise KvcliError(sequence.error, "kvcli generate with the same model names the layer")
         if isinstance(sequence.sampler, TeacherForcing) and math.isinf(sequence.sampler.nll):
             what = "the model gives a token of the text that it is fed no likelihood at all: the perplexity is infinite"
-            raise KvcliError(what, "take a text without tokens that the model never writes, such as special ones")
+            raise KvcliError(what, "use a text without tokens that the model never writes, such as special ones")
         teacher = sequence.sampler if isinstance(sequence.sampler, TeacherForcing) else None
         answer = sequence.token_ids[len(read.turns) :]
         text = sequence.detokenizer.text

@@ -178,7 +178,7 @@ class Suite:
         metric, _, path = task.partition(":")
         text = read_document(path)
         if not self.tokenizer.is_fast:
-            raise _usage(f"{task} needs a tokenizer that tells where its tokens stand", "this model's does not")
+            raise _usage(f"{task} needs a tokenizer that gives the positions of its tokens", "this model's does not")
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]
         fed = self.plan.max_tokens or _FED_TOKENS
@@ -189,7 +189,7 @@ class Suite:
             size = min((len(starts) - 1) // (read + fed), self.plan.limit)
             if not size:
                 what = f"{task} has {len(starts) - 1:,} tokens, fewer than {read:,} to read and {fed:,} to feed"
-                raise _usage(what, "ask for a smaller --length")
+                raise _usage(what, "use a smaller --length")
 
             def make(index: int, read: int = read) -> Example:
                 begin = index * (read + fed)

@@ -98,7 +98,7 @@ def make_row(
         if not frame or "too short" not in error.what:
             raise
         what = f"a prompt of {length:,} tokens, {frame:,} of them the chat template's, is too short for {task}"
-        raise KvcliError(what, "ask for a larger --length", error.exit_code) from None
+        raise KvcliError(what, "use a larger --length", error.exit_code) from None
     text = draft.document + SEPARATOR + (draft.turns[0][0] if draft.turns else draft.question)
     return TaskRow(index=index, input=text, length=count_tokens(text), task=task, seed=seed, **vars(draft))
 

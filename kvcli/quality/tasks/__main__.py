@@ -17,13 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the rows. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m kvcli.quality.tasks", description=__doc__)
     parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json; the demo model's by default")
+    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json; default: the demo model's")
     parser.add_argument("--length", type=int, default=4096, help="tokens of document and question")
-    parser.add_argument("--depth", type=float, help="0 start .. 1 end of the document; at random by default")
+    parser.add_argument("--depth", type=float, help="depth in the document, 0 start to 1 end; default: random")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text", action="store_true", help="the bare input of one row instead of JSON lines")
-    parser.add_argument("-o", "--output", type=Path, help="a file instead of the standard output")
+    parser.add_argument("--text", action="store_true", help="write only the input of one row instead of JSON lines")
+    parser.add_argument("-o", "--output", type=Path, help="file to write instead of standard output")
     options = parser.parse_args(arguments)
     if options.text and options.rows != 1:
         parser.error("--text writes one row")

@@ -68,7 +68,7 @@ class RowRequest:
         Raises:
             KvcliError: one was asked for (usage).
         """
-        what = f"depth {self.depth} was given, but what is asked for stands all over the document"
+        what = f"depth {self.depth} was given, but the answer is spread over the whole document"
         require(self.depth is None, what, "leave the depth out")
 
     def hide(

@@ -61,11 +61,11 @@ class Journal:
         """The amount of settled state in segments, by name."""
         try:
             if head is None and not (directory / HEAD).exists():
-                raise usage_error(f"{directory}: holds no {HEAD}", "name a directory that --checkpoint has written")
+                raise usage_error(f"{directory}: holds no {HEAD}", "name a directory written by --checkpoint")
             self._lock = (directory / "lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise usage_error(f"{directory}: another process is at work on it", "wait until it has ended") from None
+            raise usage_error(f"{directory}: another process is using it", "wait until it has ended") from None
         except OSError as error:
             raise usage_error(f"{directory}: {error.strerror}", "name another directory") from None
         self.head = _read_head(directory) if head is None else head
@@ -199,7 +199,7 @@ class Journal:
         except OSError as error:
             raise KvcliError(f"{path}: {error.strerror}", hint) from None
         if found != digest:
-            raise KvcliError(f"{path}: its checksum is not that of what was written", hint)
+            raise KvcliError(f"{path}: its checksum is wrong", hint)
 
     def _remove(self, *names: str) -> None:
         for name in names:
@@ -213,7 +213,7 @@ def _read_head(directory: Path) -> Head:
         data = json.loads(path.read_bytes())
         if isinstance(data, dict) and isinstance(found := data.get("format"), int) and found > FORMAT:
             raise usage_error(
-                f"{path}: format {found}, and this kvcli reads up to {FORMAT}", "take the kvcli that wrote it"
+                f"{path}: format {found}, but this kvcli reads up to {FORMAT}", "use the version of kvcli that wrote it"
             )
         return Head.model_validate(data)
     except (OSError, ValueError) as error:  # pydantic's errors are ValueErrors

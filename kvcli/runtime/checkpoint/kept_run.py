@@ -186,7 +186,7 @@ class KeptRun:
     @property
     def _begun_with(self) -> str:
         """The hint if the code has changed; a version under development may have changed within itself."""
-        return f"go on with the code that it was begun with, kvcli {self.asked.kvcli}, or begin anew"
+        return f"resume with the version it began with, kvcli {self.asked.kvcli}, or start again"
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse another model or tokenizer than the run began with.

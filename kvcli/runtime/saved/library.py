@@ -112,7 +112,7 @@ class KVStore:
         found = [entry for entry in self.entries() if name and entry.last.startswith(name)]
         if len(found) != 1:
             what = f"{len(found)} entries begin with {name!r}" if found else f"no entry is called {name!r}"
-            raise usage_error(f"{self.folder}: {what}", "kvcli kv list shows their names")
+            raise usage_error(f"{self.folder}: {what}", "name one from kvcli kv list")
         return found[0]
 
     def _ancestors(self, entry: Stored, entries: Sequence[Stored]) -> Iterator[Stored]:
@@ -189,7 +189,7 @@ class KVLibrary:
             self._refuse_other(self.options.use, self.used, identity)
             pages = self.used.same_pages(page_hashes(root, ids))
             if not pages:
-                what = f"{self.options.use}: the prompt does not begin as what was saved of {self.used.asked.source}"
+                what = f"{self.options.use}: the prompt does not begin like the saved {self.used.asked.source}"
                 hint = "give the same document, --system and template options, or leave --kv out"
                 raise usage_error(what, hint)
             return SavedKV([Segment(self.options.use, self.used, pages)], tiers, self._stateful)
@@ -211,7 +211,7 @@ class KVLibrary:
         """
         if self.store is None or error.folder.parent != self.store.folder:
             raise error
-        self.notice(f"{error.what}: it is removed, and the document read")
+        self.notice(f"{error.what}: removing it and prefilling the document")
         return remove(error.folder)
 
     def writers(self, prompt: EncodedPrompt, ids: Sequence[int], rope: str, found: SavedKV | None) -> list[KVWriter]:
@@ -223,7 +223,7 @@ class KVLibrary:
         if (folder := self.targets.get(prompt.source)) is not None and saving.pages:
             writers.append(KVWriter(saving, folder.parent, lambda _: folder))
         elif folder is not None:
-            self.notice(f"{prompt.source}: nothing is saved of a prompt of less than {PAGE} tokens")
+            self.notice(f"{prompt.source}: not saved: the prompt has less than {PAGE} tokens")
         if (store := self.store) is not None:
             there = 0 if found is None else found.length // PAGE
             parent = root if not there else page_hashes(root, ids)[there - 1]
@@ -232,7 +232,7 @@ class KVLibrary:
                 if store.room_for(saving.pages * self._page_bytes + saving.nbytes):
                     writers.append(KVWriter(saving, store.folder, store.target, cached=True))
                 else:
-                    self.notice(f"{prompt.source}: its KV is larger than --kv-cache-size, and not kept")
+                    self.notice(f"{prompt.source}: not saved: its KV is larger than --kv-cache-size")
         return writers
 
     @property
@@ -269,15 +269,15 @@ class KVLibrary:
         if theirs.weights != mine.weights or not manifest.fits(self.checkpoint.geometry):
             raise usage_error(f"{folder}: saved with {theirs.model} ({theirs.weights}), not with {mine.model}", hint)
         if theirs.dtype != mine.dtype:
-            raise usage_error(f"{folder}: saved in {theirs.dtype}, not in {mine.dtype}", f"--dtype {theirs.dtype}")
+            raise usage_error(f"{folder}: saved in {theirs.dtype}, not in {mine.dtype}", f"give --dtype {theirs.dtype}")
         if theirs.tokenizer != mine.tokenizer:
             raise usage_error(f"{folder}: the tokenizer of {mine.model} has changed since it was saved", hint)
         if theirs.rope != mine.rope:
-            what = f"{folder}: saved with other rotary positions than a prompt and output of this length have"
-            raise usage_error(what, "save it with an output as long, or read the document")
+            what = f"{folder}: saved with other rotary positions than a prompt and output of this length need"
+            raise usage_error(what, "save it with an output of this length, or leave --kv out")
         if manifest.reading != self.reading:
-            what = f"{folder}: saved of a document that was read with prefill {manifest.reading}, not {self.reading}"
-            raise usage_error(what, f"--set prefill={manifest.reading}, or read the document")
+            what = f"{folder}: saved with prefill {manifest.reading}, not {self.reading}"
+            raise usage_error(what, f"give --set prefill={manifest.reading}, or leave --kv out")
         if manifest.first_page:
             raise usage_error(f"{folder}: not a whole document", hint)
 

@@ -167,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         KvcliError: the directory holds no saved KV, or KV of a newer format (usage); its manifest is damaged (runtime).
     """
-    hint = "name a directory that --save-kv has written"
+    hint = "name a directory written by --save-kv"
     try:
         data = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:

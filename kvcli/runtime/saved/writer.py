@@ -225,7 +225,7 @@ class KVWriter:
     def _check_same(self, target: Path, manifest: Manifest) -> None:
         """Accept a directory that another process has saved to the same place, if it holds the same pages."""
         if read_manifest(target).pages != manifest.pages:
-            raise usage_error(f"{target}: holds something else by now", "name another directory")
+            raise usage_error(f"{target}: holds something else now", "name another directory")
 
 
 def check_target(folder: Path) -> None:
@@ -238,11 +238,11 @@ def check_target(folder: Path) -> None:
     try:
         if folder.is_dir():
             if (folder / MANIFEST).exists():
-                raise usage_error(f"{folder}: holds saved KV already", f"{hint}, or ask it with --kv {folder}")
+                raise usage_error(f"{folder}: holds saved KV already", f"{hint}, or use it with --kv {folder}")
             if any(folder.iterdir()):
                 raise usage_error(f"{folder}: holds something else", hint)
         elif folder.exists():
-            raise usage_error(f"{folder}: is no directory", hint)
+            raise usage_error(f"{folder}: not a directory", hint)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise usage_error(f"{folder}: cannot be written: {error.strerror}", hint) from None

@@ -51,9 +51,9 @@ def test_a_step_reads_what_the_cache_does_not_hold(tmp_path):
     assert with_disk.times.from_disk == pytest.approx(kv.disk - kv.host, rel=0.01)
     assert with_disk.times.step == with_disk.times.roofline == with_disk.times.from_disk / rate > without.times.step
     assert with_disk.as_dict()["times"]["bytes_from_disk"] == with_disk.times.from_disk
-    assert "asks for all KV evenly" in dict(tables.notes([with_disk], RATES, measured=False))["disk tier"]
+    assert "requests all KV evenly" in dict(tables.notes([with_disk], RATES, measured=False))["disk tier"]
     assert without.times.from_disk == 0
-    assert "--disk-rate is wanted" in dict(tables.notes([without], RATES, measured=False))["disk tier"]
+    assert "give --disk-rate" in dict(tables.notes([without], RATES, measured=False))["disk tier"]
 
 
 def test_what_fits_into_host_memory_needs_no_disk(tmp_path):

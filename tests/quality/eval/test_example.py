@@ -47,7 +47,7 @@ def test_turns_go_on_where_the_prompt_ends(tokenizer, raw):
 def test_a_template_that_rewrites_what_was_said_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(KvcliError, match="writes a conversation's beginning differently") as raised:
+    with pytest.raises(KvcliError, match="changes the beginning of a conversation") as raised:
         encode_example(replace(EXAMPLE, turns=(("Ann.", "When?"),)), Template(), tokenizer, None, None)
     assert raised.value.exit_code == ExitCode.USAGE
 

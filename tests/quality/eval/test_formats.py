@@ -262,7 +262,7 @@ def test_parquet_is_read_as_the_same_rows_of_json(tmp_path):
     assert read_examples(path) == read(tmp_path, "aime24.jsonl", *rows)
     bad = [AIME, AIME | {"answer": "1000"}]
     import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(bad), path)
-    with pytest.raises(KvcliError, match="row 2: answer is no integer from 0 to 999"):
+    with pytest.raises(KvcliError, match="row 2: answer is not an integer from 0 to 999"):
         read_examples(path)
     path.write_bytes(b"PAR1 and no more")
     with pytest.raises(KvcliError, match="not a Parquet file"):
@@ -299,10 +299,10 @@ GOOD = '{"context": "c", "question": "q", "answer": "a"}'
         ([json.dumps(LONGBENCH | {"dataset": "trec", "all_classes": None})], "line 1: .*needs all_classes"),
         ([json.dumps(LONGBENCH | {"dataset": "trec", "all_classes": 5})], "line 1: all_classes should be a valid list"),
         (["", "\n"], "holds no examples"),
-        ([json.dumps(AIME), json.dumps(AIME | {"answer": "1000"})], "line 2: answer is no integer from 0 to 999"),
-        ([json.dumps(AIME | {"answer": True})], "line 1: answer is no integer"),
-        ([json.dumps(AIME | {"answer": 20.4})], "line 1: answer is no integer"),
-        ([json.dumps(AIME | {"answer": r"\frac{1}{2}"})], "line 1: answer is no integer"),
+        ([json.dumps(AIME), json.dumps(AIME | {"answer": "1000"})], "line 2: answer is not an integer from 0 to 999"),
+        ([json.dumps(AIME | {"answer": True})], "line 1: answer is not an integer"),
+        ([json.dumps(AIME | {"answer": 20.4})], "line 1: answer is not an integer"),
+        ([json.dumps(AIME | {"answer": r"\frac{1}{2}"})], "line 1: answer is not an integer"),
         ([json.dumps(AIME | {"problem": " "})], "line 1: problem is empty"),
         ([json.dumps(MATH), json.dumps(MATH | {"answer": ""})], "line 2: answer is empty"),
         (['{"problem": "Find m."}'], "line 1: no field 'answer'"),

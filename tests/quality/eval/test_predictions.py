@@ -74,7 +74,7 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content):
     file = tmp_path / "p.jsonl"
     file.write_text(content)
-    with pytest.raises(KvcliError, match="no file of predictions"):
+    with pytest.raises(KvcliError, match="not a file of predictions"):
         write(file, 0)
     assert file.read_text() == content
 
@@ -84,12 +84,12 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path, line):
     file = tmp_path / "p.jsonl"
     write(file, 0)
     file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(KvcliError, match="line 3 is no prediction"):
+    with pytest.raises(KvcliError, match="line 3 is not a prediction"):
         write(file, 1)
 
 
 def test_what_is_no_file_is_refused_at_once():
-    with pytest.raises(KvcliError, match="/dev/null: no regular file") as raised:
+    with pytest.raises(KvcliError, match="/dev/null: not a regular file") as raised:
         write(Path("/dev/null"))
     assert raised.value.exit_code == ExitCode.USAGE
 

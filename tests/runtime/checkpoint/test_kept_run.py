@@ -241,7 +241,7 @@ def test_a_full_disk_stops_no_text(checkpoint, tmp_path, monkeypatch):
 
 def test_only_blocking_steps_can_be_kept(checkpoint, tmp_path):
     request = replace(asked(Keep(tmp_path)), pipeline="overlapped")
-    with pytest.raises(KvcliError, match="--checkpoint keeps what blocking steps leave behind"):
+    with pytest.raises(KvcliError, match="--checkpoint needs blocking steps"):
         generate(ModelSpec(checkpoint), request, Watcher())
     request = replace(asked(Keep(tmp_path)), audit=2)
     with pytest.raises(KvcliError, match="--audit"):

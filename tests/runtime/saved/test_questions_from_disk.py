@@ -66,7 +66,7 @@ def test_a_document_that_full_attention_read_is_opened_under_every_method(name, 
     assert first.read_tokens + skipped == report.sequences[0].prompt_tokens
     assert (first.disk_bytes > 0) is (skipped > 0)
     assert all(other.shared_tokens > skipped and other.disk_tokens == 0 for other in others)
-    assert any("see every query" in note for note in notes.notices) is (name in OBSERVING)
+    assert any("needs every query" in note for note in notes.notices) is (name in OBSERVING)
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
@@ -99,10 +99,10 @@ def test_a_prompt_that_shares_only_its_beginning_uses_as_much(path, saved):
     report = run(path, QUESTIONS[:1], text=other, use=saved)
     assert tokens(report) == tokens(run(path, QUESTIONS[:1], text=other))
     assert 0 < report.sequences[0].kv.disk_tokens < 300
-    with pytest.raises(KvcliError, match=r"does not begin as what was saved of notes\.txt") as caught:
+    with pytest.raises(KvcliError, match=r"does not begin like the saved notes\.txt") as caught:
         run(path, text="x" + TEXT, use=saved)
     assert caught.value.exit_code == ExitCode.USAGE
-    with pytest.raises(KvcliError, match="does not begin as"):
+    with pytest.raises(KvcliError, match="does not begin like"):
         run(path, use=saved, template=Template(raw=True))
 
 
@@ -150,7 +150,7 @@ def test_what_was_read_sparsely_goes_with_no_other_reading(path, saved, tmp_path
     run(path, ("",), "full", prefill=reading, save=sparse)
     assert (read_manifest(saved).reading, read_manifest(sparse).reading) == ("exact", reading)
     for wrong, folder in (("exact", sparse), ("a-shape:8,64", sparse), (reading, saved)):
-        with pytest.raises(KvcliError, match=f"read with prefill .*, not {wrong}") as caught:
+        with pytest.raises(KvcliError, match=f"saved with prefill .*, not {wrong}") as caught:
             run(path, prefill=wrong, use=folder)
         assert caught.value.exit_code == ExitCode.USAGE
     (first, *_) = run(path, method="quest", prefill=reading, use=sparse).sequences

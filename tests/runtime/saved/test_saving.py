@@ -169,7 +169,7 @@ def test_only_new_or_empty_directories_are_saved_to(folder, tmp_path):
     for path, message in (
         (folder, "saved KV already"),
         (tmp_path, "something else"),
-        (tmp_path / "file", "no directory"),
+        (tmp_path / "file", "not a directory"),
     ):
         with pytest.raises(KvcliError, match=message) as caught:
             check_target(path)
@@ -197,7 +197,7 @@ def test_two_that_save_the_same_and_two_that_do_not(folder, tmp_path):
     inode = (folder / MANIFEST).stat().st_ino
     assert save(IDS, tmp_path, lambda _: folder).path == folder  # as if the other had been faster
     assert (folder / MANIFEST).stat().st_ino == inode
-    with pytest.raises(KvcliError, match="holds something else by now"):
+    with pytest.raises(KvcliError, match="holds something else now"):
         save([9, *IDS], tmp_path, lambda _: folder)
     assert names_in(tmp_path) == ["notes"]
 
