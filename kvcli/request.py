@@ -132,7 +132,8 @@ def check(
     """
     _check_memory(request, checkpoint, prompts, loaded, disk)
     shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
-    for notice in [*checkpoint.notices(), *profile_notices(request.profile, checkpoint, shortest)]:
+    penalty = request.sampling.repetition_penalty if request.sampling.max_tokens > 1 else None
+    for notice in [*checkpoint.notices(penalty), *profile_notices(request.profile, checkpoint, shortest)]:
         observer.notice(notice)
     beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
     if beyond is not None:

@@ -195,8 +195,8 @@ class _Run:
         request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
         if request.profile.unnamed:
             observer.notice(f"no --method: {request.profile.method} with profile {request.profile.name} for all rows")
-        shortest = min(job.tokens for job in jobs)
-        for notice in [*checkpoint.notices(), *profile_notices(request.profile, checkpoint, shortest)]:
+        shortest, penalty = min(job.tokens for job in jobs), request.sampling.repetition_penalty
+        for notice in [*checkpoint.notices(penalty), *profile_notices(request.profile, checkpoint, shortest)]:
             observer.notice(notice)
         library = open_library(GenerationRequest(request.profile, (), kv=request.kv), checkpoint, observer)
         observer.stage("load")

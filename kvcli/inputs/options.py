@@ -437,7 +437,9 @@ class Compared:
     budget: str | None = METHODS(
         None, "--budget", "TOKENS,...", "Budgets, each for every method; 20% is that of the prompt."
     )
-    settings: tuple[str, ...] = METHODS((), "--set", "KEY=VALUE", "A setting for all that have it, or METHOD.KEY=VALUE; repeatable.")
+    settings: tuple[str, ...] = METHODS(
+        (), "--set", "KEY=VALUE", "A setting for all that have it, or METHOD.KEY=VALUE; repeatable."
+    )
     kv_dtype: Literal["auto", "int8", "int4"] | None = METHODS(None, *_KV_DTYPE)
     ablate: bool = METHODS.flag("--ablate", "Add each method with its parts switched off, one by one.")
 
@@ -466,7 +468,9 @@ class DiskOptions:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens and when to stop. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+    """How to choose tokens and when to stop.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
 
     Raises:
         KvcliError: a value is outside its range.
@@ -501,6 +505,12 @@ class Sampling:
         *("--min-p", "P", "Drop tokens below this share of the likeliest one's, 0 to 1."),
         number,
         within=(lambda p: 0 <= p <= 1, "between 0 and 1"),
+    )
+    repetition_penalty: float = SAMPLING(
+        1.0,
+        *("--repetition-penalty", "R", "Above 1, make tokens of the prompt and the output less likely; 1 is off."),
+        number,
+        within=(lambda r: 0 < r < float("inf"), "above 0, and finite"),
     )
     seed: int = SAMPLING(
         0, "--seed", "N", "Same seed, same text.", whole, within=(lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1")
