@@ -138,8 +138,8 @@ def speed_table() -> str:
     """How many times faster a decode step is than transformers', from the results of benchmarks/cpu_decode.py."""
     columns = {
         "`full`": "full_speedup",
-        "`freekv`, low query similarity": "turning_speedup",
-        "`freekv`, high query similarity": "steady_speedup",
+        "`freekv`, low similarity": "turning_speedup",
+        "`freekv`, high similarity": "steady_speedup",
     }
     lines = [_row(("context", *map(str.strip, columns))), _row(["---"] * (len(columns) + 1))]
     for row in json.loads(SPEED.read_text())["rows"]:

@@ -5,8 +5,8 @@
     print(answer.text, answer.statistics["correction"])
 
 Keyword arguments have the command line's names: those of `Sampling` (max_tokens, temperature, top_p, top_k, min_p,
-seed, stop, ignore_eos, num_samples) say how tokens are chosen, all others are settings of the method (budget, sink,
-window, tau, page_size, ...). Settings may be numbers or text such as "4K".
+repetition_penalty, seed, stop, ignore_eos, num_samples) say how tokens are chosen, all others are settings of the
+method (budget, sink, window, tau, page_size, ...). Settings may be numbers or text such as "4K".
 """
 
 from __future__ import annotations

@@ -64,8 +64,32 @@ class Dialogue:
         self.conversation = Conversation(model, self.observer)
         self.attempts = 0  # of the last question, after the first
         self._warned = False  # that the conversation is longer than the model was made for
-        self._settled_on = ""  # the method of the last answer, if nobody named one
+        self._chosen: Profile | None = None  # that of the last answer, if nobody named one
+        self._read_as = template  # that of what the conversation has read
         self._shown: set[str] = set()  # notices
+
+    @property
+    def answering(self) -> Profile | None:
+        """The profile that the next answer comes from; None if it will be chosen for the first question."""
+        return self._chosen if self.profile.unnamed else self.profile
+
+    def instruct(self, system: str | None) -> None:
+        """Take another system message, or none, from the next answer on; give notice if that means to read again.
+
+        Raises:
+            KvcliError: the chat template has no place for it, and what was there stays (usage).
+        """
+        before, known = self.template, self.conversation.ids
+        self.template = replace(before, system=system)
+        try:
+            self._tokens("", "A", [])  # refuses the message where nothing would read it
+            common = in_common(known, self._tokens(self.document, "A", self.exchanges))
+        except KvcliError:
+            self.template = before
+            raise
+        if 2 * common < len(known):
+            what = f"the chat template puts the system message before what was read: {len(known) - common:,} tokens"
+            self.observer.notice(f"{what} are read again for the next answer")
 
     def read(self, saved: Path | None = None) -> None:
         """Read the document before the first question, if the method can use that; show notices on model and profile.
@@ -75,7 +99,8 @@ class Dialogue:
         Raises:
             KvcliError: it will not fit (exit code 3), or the template refuses it (usage).
         """
-        for notice in filter(None, [*self.checkpoint.notices(), plain_text_notice(self.checkpoint, self.template)]):
+        said = self.checkpoint.notices(self.sampling.repetition_penalty)
+        for notice in filter(None, [*said, plain_text_notice(self.checkpoint, self.template)]):
             self.observer.notice(notice)
         method = memory.planned_method(self.profile, self.checkpoint.geometry, 1, self.checkpoint.dtype)
         if saved is not None and (method.prefill_window is not None or method.observes):
@@ -87,7 +112,7 @@ class Dialogue:
         refuse_unembedded(ids, self.checkpoint, "chat")
         self._settled(len(ids))
         if ids:
-            find = None if saved is None else self._library(KVOptions(use=saved)).find
+            find = None if saved is None else self._library(KVOptions(use=saved), self.template).find
             self.conversation.read(ids, len(ids) + self.sampling.max_tokens, find)
 
     def ask(self, question: str) -> Iterator[str]:
@@ -119,7 +144,7 @@ class Dialogue:
             KvcliError: nothing was read yet, or the directory is not new (usage); it cannot be written (runtime).
         """
         document = self.exchanges[0].question if self.exchanges and not self.document else self.document
-        library = self._library(KVOptions(save=folder))
+        library = self._library(KVOptions(save=folder), self._read_as)
         prompt = EncodedPrompt("chat", self.conversation.ids, prompt=Prompt("chat", document))
         return self.conversation.save(lambda ids, rope: library.writers(prompt, ids, rope, None))
 
@@ -130,8 +155,8 @@ class Dialogue:
         kv = chosen[-1].kv if chosen else Footprint()
         return run_report(self.model, profile, [each.answer for each in chosen], kv)
 
-    def _library(self, options: KVOptions) -> KVLibrary:
-        return KVLibrary(options, self.checkpoint, self.template, ["chat"], self.observer.notice)
+    def _library(self, options: KVOptions, template: Template) -> KVLibrary:
+        return KVLibrary(options, self.checkpoint, template, ["chat"], self.observer.notice)
 
     def _answer(self, question: str) -> Iterator[str]:
         ids = self._tokens(self.document, question, self.exchanges)
@@ -144,7 +169,7 @@ class Dialogue:
         try:
             with closing(steps):
                 for running, piece in steps:
-                    sequence = running
+                    sequence, self._read_as = running, self.template
                     if piece:
                         yield piece
         finally:
@@ -191,8 +216,8 @@ class Dialogue:
             profile, why = unnamed.choose(
                 *(profile, checkpoint, [tokens + sampling.max_tokens], 1), lambda: self._check(full, tokens)
             )
-            notices += [why] if profile.method != self._settled_on else []
-            self._settled_on = profile.method
+            notices += [why] if self._chosen is None or profile.method != self._chosen.method else []
+            self._chosen = profile
         self._check(profile, tokens)
         notices += profile_notices(profile, checkpoint, tokens)
         beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)

@@ -5,6 +5,7 @@ Read this first; every other module serves one of its lines. `docs/architecture.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -44,12 +45,17 @@ Step = list[tuple[RunningSequence, str]]
 
 
 def generate(
-    spec: ModelSpec, request: GenerationRequest, observer: Observer, timeline: Timeline | None = None
+    spec: ModelSpec,
+    request: GenerationRequest,
+    observer: Observer,
+    timeline: Timeline | None = None,
+    started: float | None = None,
 ) -> report.Report:
     """Load a model and continue every prompt `sampling.num_samples` times; return the report.
 
     Ctrl-C is not an error once the model is loaded: the report holds what there is, with `finish_reason` "interrupted".
-    An enabled `timeline` receives the spans of all phases and makes the steps blocking.
+    An enabled `timeline` receives the spans of all phases and makes the steps blocking. `started` is when the user
+    began to wait, on the clock of `time.perf_counter`: the report then has the time from there to each first token.
 
     Raises:
         KvcliError: the model cannot be loaded or the only prompt not encoded (usage or runtime); the run will not fit
@@ -61,6 +67,7 @@ def generate(
         checkpoint = open_checkpoint(spec)
         prompts = encode_all(request.prompts, request.template, checkpoint)
         generation = Generation.prepared(request, checkpoint, prompts, observer, timeline)
+        generation.started = started
     return _run(generation)
 
 
@@ -129,6 +136,8 @@ class Generation:
     audits: list[Audit] = field(default_factory=list, init=False)
     loaded: Footprint = field(default_factory=Footprint, init=False)
     """Host memory of loaded KV that the sequences use."""
+    started: float | None = field(default=None, init=False)
+    """When the user began to wait, see `generate`."""
     saved: list[report.SavedPrompt] = field(default_factory=list, init=False)
 
     @classmethod
@@ -187,12 +196,16 @@ class Generation:
             self.sequences, runner.kept = restored, Footprint(host=kept.lent_bytes)
             yield [(sequence, sequence.detokenizer.text) for sequence in restored]
         read = {sequence.index // request.sampling.num_samples for sequence in self.sequences}
+        sources = list(dict.fromkeys(prompt.source for prompt in self.prompts))
         stop = 0
         for prompts in by_document(self.prompts):
             first, stop = stop, stop + len(prompts)
             if not read.isdisjoint(range(first, stop)):
                 continue
+            self.observer.document(sources.index(prompts[0].source) + 1, len(sources))
             for sequence, piece in runner.prefill(first, prompts):
+                if self.started is not None:
+                    sequence.ttft_from_start_ms = 1000 * (time.perf_counter() - self.started)
                 self.sequences.append(sequence)
                 if request.audit is not None:
                     self.audits.append(Audit(ready, sequence, request.audit))

@@ -133,8 +133,9 @@ def check(
     shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
     asked = any(prompt.prompt is not None and prompt.prompt.is_asked for prompt in prompts)
     plain = plain_text_notice(checkpoint, request.template) if asked else None
+    penalty = request.sampling.repetition_penalty if request.sampling.max_tokens > 1 else None
     for notice in [
-        *checkpoint.notices(),
+        *checkpoint.notices(penalty),
         *filter(None, [plain]),
         *profile_notices(request.profile, checkpoint, shortest),
     ]:

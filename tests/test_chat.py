@@ -14,6 +14,7 @@ from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.request import GenerationRequest
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVOptions
+from kvcli.runtime.saved.manifest import read_manifest
 from kvcli.telemetry.observer import Observer
 
 DOCUMENT = "The access code of Nelson is Edna. It was a quiet morning, and the doctors were white. " * 8
@@ -55,6 +56,16 @@ class Counting(Observer):
         self.total += total or 0
 
 
+class Notes(Observer):
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.notices = []
+
+    def notice(self, message):
+        self.notices.append(message)
+
+
 def say(dialogue, question):
     return "".join(dialogue.ask(question))
 
@@ -94,6 +105,69 @@ def test_without_a_template_the_tokens_go_on_as_they_are(dialogue):
     first, second = talk.exchanges
     assert second.ids[: len(first.ids) + 8] == [*first.ids, *first.answer.token_ids]
     assert prompt(talk).endswith("\n\nAnd who?")
+
+
+@pytest.mark.parametrize("method", ["freekv", None])
+def test_a_system_message_is_for_the_next_answers(dialogue, method):
+    talk = dialogue(document=DOCUMENT, method=method)
+    talk.observer = notes = Notes()
+    talk.read()
+    say(talk, QUESTION)
+    talk.instruct("Be brief.")
+    say(talk, "And who?")
+    assert prompt(talk).startswith("<system>Be brief.</system><user>The access code")
+    assert any("tokens are read again" in notice for notice in notes.notices)
+    assert not any("all queries" in notice for notice in notes.notices)
+    talk.instruct(None)
+    say(talk, "And who?")
+    assert "<system>" not in prompt(talk)
+
+
+def test_a_system_message_behind_the_document_reads_nothing_again(dialogue):
+    """As the templates of some models have it: the message stands in the last question."""
+    last = "{% set m = messages[-1] %}"
+    late = (
+        "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+        "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}"
+        "{{ s if loop.last }}</{{ m.role }}>{% endfor %}<assistant>"
+    )
+    talk = dialogue(last + late)
+    talk.observer = notes = Notes()
+    say(talk, QUESTION)
+    talk.instruct("Be brief.")
+    say(talk, "And who?")
+    assert "And who?Be brief.</user>" in prompt(talk)
+    assert not any("read again" in notice for notice in notes.notices)
+    assert talk.exchanges[1].answer.kv.shared_tokens > len(talk.exchanges[0].ids) - 64
+
+
+def test_a_template_without_a_place_for_a_system_message_keeps_it_out(dialogue):
+    for template in (None, "{{ raise_exception('no system') if messages[0].role == 'system' }}" + CHATTY):
+        talk = dialogue(template)
+        say(talk, QUESTION)
+        with pytest.raises(KvcliError):
+            talk.instruct("Be brief.")
+        assert say(talk, "And who?")
+
+
+def test_what_was_read_under_an_earlier_system_message_is_saved_as_that(dialogue, tmp_path):
+    talk = dialogue(system="Be brief.")
+    say(talk, QUESTION)
+    talk.instruct("Be long.")
+    talk.save(tmp_path / "first")
+    say(talk, "And who?")
+    talk.save(tmp_path / "second")
+    read = [read_manifest(tmp_path / name).asked.system for name in ("first", "second")]
+    assert read == ["Be brief.", "Be long."]
+
+
+def test_what_will_answer_is_known_once_it_was_chosen(dialogue):
+    talk = dialogue(document="", method=None)
+    assert talk.answering is None
+    say(talk, QUESTION)
+    assert talk.answering.method == "full"
+    talk.profile = resolve_profile("quest")
+    assert talk.answering.method == "quest"
 
 
 def test_there_need_be_no_document(dialogue):

@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 import torch
@@ -91,6 +92,43 @@ def test_from_files_to_tokens_as_transformers_has_it(family, tmp_path):
     expected = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
     assert report.sequences[0].token_ids == expected.tolist()
     assert report.sequences[0].prompt_tokens == ids.shape[1]
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.1, 1.5])
+def test_a_repetition_penalty_is_that_of_transformers(checkpoint, penalty):
+    """Also where drafts are checked, and of a prompt that runs with others."""
+    asked = {"overrides": {}, "max_tokens": 24, "repetition_penalty": penalty}
+    report = run(checkpoint, prompts=PROMPTS, method="full", **asked)
+    model, tokenizer = (each.from_pretrained(checkpoint) for each in (AutoModelForCausalLM, AutoTokenizer))
+    for prompt, sequence in zip(PROMPTS, report.sequences, strict=True):
+        chat = [{"role": "user", "content": prompt.content}]
+        encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids, how = encoded["input_ids"], {"do_sample": False, "eos_token_id": None, "repetition_penalty": penalty}
+        expected = model.float().generate(ids, max_new_tokens=24, **how)[0, ids.shape[1] :]
+        assert sequence.token_ids == expected.tolist()
+    plain = run(checkpoint, prompts=PROMPTS, method="full", overrides={}, max_tokens=24)
+    assert plain.sequences[0].token_ids != report.sequences[0].token_ids
+
+
+def test_a_penalty_of_the_checkpoint_is_named(checkpoint, tmp_path):
+    path = tiny_checkpoint("llama", tmp_path)
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps(config | {"repetition_penalty": 1.05}))
+    watcher, told = Watcher(), Watcher()
+    assert run(str(path), watcher).sequences[0].text == run(checkpoint).sequences[0].text
+    (notice,) = (each for each in watcher.notices if "repetition" in each)
+    assert "--repetition-penalty 1.05" in notice
+    run(str(path), told, repetition_penalty=1.2)
+    assert not any("repetition" in each for each in told.notices)
+
+
+def test_the_wait_from_the_start_is_reported_where_it_is_known(checkpoint):
+    profile = resolve_profile("full")
+    request = GenerationRequest(profile, PROMPTS[:2], Sampling(max_tokens=3, ignore_eos=True))
+    known = generate(ModelSpec(checkpoint), request, Watcher(), started=time.perf_counter() - 100)
+    for sequence in known.sequences:
+        assert sequence.timing.ttft_ms < 100_000 < sequence.timing.ttft_from_start_ms
+    assert run(checkpoint).sequences[0].timing.ttft_from_start_ms is None
 
 
 def test_samples_share_a_prefill_and_differ(checkpoint):

@@ -115,9 +115,15 @@ class Rules:
     def key(self, job: Job) -> Key:
         """Return the key of the job's result."""
         template = {} if job.problem else {"template": asdict(self.inputs.template), "question": self.inputs.question}
-        sampling = digest_of({**asdict(job.sampling), **template})
+        sampling = asdict(job.sampling)
+        if job.sampling.repetition_penalty == 1:
+            del sampling["repetition_penalty"]  # as in the keys of results from before there was one
         return Key(
-            row=job.digest, profile=self.profile.hash, model=self.model, tokenizer=self.tokenizer, sampling=sampling
+            row=job.digest,
+            profile=self.profile.hash,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            sampling=digest_of({**sampling, **template}),
         )
 
     @cached_property

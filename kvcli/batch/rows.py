@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from kvcli.errors import KvcliError, all_problems
 from kvcli.inputs.options import Sampling
@@ -36,6 +36,7 @@ class _Parameters(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: Text | list[Text] | None = None
     n: Count | None = None
@@ -73,7 +74,46 @@ class _Message(_Strict):
         return {"role": self.role, "content": content}
 
 
-class _Body(_Parameters):
+def _refuse_true(value: bool) -> bool:
+    if value:
+        raise ValueError("should be false")
+    return value
+
+
+Off = Annotated[bool, AfterValidator(_refuse_true)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+Nothing = Annotated[list[JsonValue] | dict[str, JsonValue], Field(max_length=0)]
+
+
+class _PlainText(_Strict):
+    type: Literal["text"]
+
+
+class _Unused(_Strict):
+    """Fields that clients send to say that they want nothing special; what asks for more is an error of the row."""
+
+    stream: Off | None = None
+    stream_options: None = None
+    store: Off | None = None
+    logprobs: Off | None = None
+    top_logprobs: Zero | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: Nothing | None = None
+    best_of: Literal[1] | None = None
+    echo: Off | None = None
+    suffix: Literal[""] | None = None
+    tools: Nothing | None = None
+    functions: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _PlainText | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class _Body(_Parameters, _Unused):
     """The request: a conversation or a plain text. `model`, `user` and `metadata` are accepted and not used."""
 
     messages: Annotated[list[_Message], Field(min_length=1)] | None = None

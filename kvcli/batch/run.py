@@ -197,10 +197,10 @@ class _Run:
         if request.profile.unnamed:
             chosen = f"{request.profile.method} with profile {request.profile.name}"
             observer.notice(f"no --method: using {chosen} for all rows")
-        shortest = min(job.tokens for job in jobs)
+        shortest, penalty = min(job.tokens for job in jobs), request.sampling.repetition_penalty
         plain = plain_text_notice(checkpoint, request.template) if any(job.asked for job in jobs) else None
         own = profile_notices(request.profile, checkpoint, shortest)
-        for notice in [*checkpoint.notices(), *filter(None, [plain]), *own]:
+        for notice in [*checkpoint.notices(penalty), *filter(None, [plain]), *own]:
             observer.notice(notice)
         library = open_library(GenerationRequest(request.profile, (), kv=request.kv), checkpoint, observer)
         observer.stage("load")

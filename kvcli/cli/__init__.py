@@ -4,12 +4,16 @@ import atexit
 import gc
 import os
 import sys
+import time
 
 from kvcli.cli.process import end_at_once
+from kvcli.ui import starting
 
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
+    started = time.perf_counter()
+    starting.say(sys.argv[1:])
     # Importing torch and transformers creates half a million objects that stay. At Python's own thresholds the garbage
     # collector looks through all of them again and again, which takes a sixth of the start.
     gc.set_threshold(10_000, 20, 100)
@@ -20,7 +24,8 @@ def main() -> None:
         from kvcli.cli.app import app
         from kvcli.cli.guard import run
 
-    ended.append(run(app, sys.argv[1:]))
+    ended.append(run(app, sys.argv[1:], started))
+    starting.erase()
     sys.exit(ended[0])
 
 

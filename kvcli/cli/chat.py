@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,16 +23,23 @@ from kvcli.ui.escape import visible
 
 if TYPE_CHECKING:
     from kvcli.chat import Dialogue
+    from kvcli.inputs.profiles import Profile
 
+SAMPLING = "max_tokens temperature top_p top_k min_p repetition_penalty seed stop"
+"""The options that say how tokens are chosen, each also a command of a session."""
 HELP = """\
 /method NAME     answer with another method; reuses the KV if the method can
 /budget TOKENS   tokens attended per layer and KV head, as in 4K
 /set KEY=VALUE   change one setting of the method
+/temperature T   change how tokens are chosen; also /max-tokens N, /top-p P, /top-k K,
+                 /min-p P, /repetition-penalty R, /seed N, /stop TEXT
+/system TEXT     change the system message; without TEXT remove it
 /stats           show the statistics of the last answer
 /save DIR        save the KV, for kvcli generate --kv DIR
 /retry           answer the last question again
-/help            show these lines
+/help, /?        show these lines
 /quit            end the session (also Ctrl-D)
+Lines between three double quotes (\"\"\") are one question.
 Ctrl-C stops an answer; its text so far stays in the conversation."""
 
 
@@ -58,7 +68,7 @@ def chat(
     sampling: Annotated[
         options.Sampling,
         options.Some(
-            "max_tokens temperature top_p top_k min_p seed stop",
+            SAMPLING,
             max_tokens={"default": 1024, "help": "Most tokens per answer, as in 256 or 16K."},
         ),
     ],
@@ -75,9 +85,9 @@ def chat(
 
     kvcli chat report.txt --method freekv --budget 2K
 
-    Every line is a question; /help lists the commands. You can pipe questions in, one
-    per line. Answers go to stdout, everything else to stderr. --json prints all turns
-    at the end, in the format of kvcli generate.
+    Every line is a question, and so are the lines between three double quotes; /help
+    lists the commands. You can pipe questions in. Answers go to stdout, everything else
+    to stderr. --json prints all turns at the end, in the format of kvcli generate.
 
     Exit codes: 0 done, 1 the last answer failed, 2 usage, 3 will not fit in memory,
     143 ended by SIGTERM, 129 by SIGHUP; with piped questions also 130 by Ctrl-C.
@@ -112,8 +122,10 @@ def chat(
         dialogue.read(kv.use)
         console.stage_done()
         session = Session(dialogue, console, output.verbose, silent)
+        if sys.stdin.isatty() and console.console.is_terminal:
+            session.greet()
         try:
-            code = session.run(_lines())
+            code = session.run(Lines())
         except KeyboardInterrupt:  # what was said is not lost
             code = ExitCode.INTERRUPTED
     if silent:
@@ -129,6 +141,12 @@ class Session:
         self.dialogue, self.console, self.verbose, self.silent = dialogue, console, verbose, silent
         self.budget: str | None = None  # the last value of /budget
         self.code = ExitCode.OK
+
+    def greet(self) -> None:
+        """Say what will answer, and how to find out more."""
+        checkpoint, profile = self.dialogue.checkpoint, self.dialogue.answering
+        method = "a method chosen for the first question" if profile is None else _named(profile)
+        self.console.notice(f"{checkpoint.name} answers by {method}; /help lists commands, Ctrl-D ends")
 
     def run(self, lines: Iterable[str | KvcliError]) -> ExitCode:
         """Take all lines; return the exit code of the last question."""
@@ -156,23 +174,25 @@ class Session:
         if not text.startswith("/"):
             self._answer(self.dialogue.ask(text))
             return
-        name, _, rest = text[1:].partition(" ")
-        commands = {"method": self._method, "budget": self._budget, "set": self._set}
-        if name in commands:
-            commands[name](rest.strip())
-        elif name == "stats":
-            self._stats()
-        elif name == "save":
-            if not rest.strip():
-                raise usage_error("/save takes a directory", "as in /save report-kv")
-            tokens = self.dialogue.save(Path(rest.strip()))
-            self.console.notice(f"saved {tokens:,} tokens; to use them: kvcli generate FILE --kv {rest.strip()} -p ...")
-        elif name == "retry":
-            self._answer(self.dialogue.retry())
-        elif name == "help":
-            print(HELP, file=sys.stderr)
-        else:
-            raise usage_error(f"unknown command /{name}", "see /help")
+        name, *rest = text[1:].split(maxsplit=1) or [""]
+        commands: dict[str, Callable[[str], None]] = {
+            "method": self._method,
+            "budget": self._budget,
+            "set": self._set,
+            **{each.replace("_", "-"): partial(self._sample, each) for each in SAMPLING.split()},
+            "system": self._system,
+            "stats": lambda _: self._stats(),
+            "save": self._save,
+            "retry": lambda _: self._answer(self.dialogue.retry()),
+            "help": lambda _: print(HELP, file=sys.stderr),
+            "?": lambda _: print(HELP, file=sys.stderr),
+        }
+        if (found := commands.get(name.replace("_", "-"))) is None:
+            near = get_close_matches(name, [*commands, "quit"], n=1)
+            raise usage_error(
+                f"unknown command /{name}", f"did you mean /{near[0]}? See /help" if near else "see /help"
+            )
+        found("".join(rest))
 
     def _answer(self, pieces: Iterator[str]) -> None:
         """Show an answer as it comes, a line end after it."""
@@ -209,13 +229,31 @@ class Session:
         now = self.dialogue.profile
         self._use(now.method, now.settings.model_dump(exclude_unset=True) | {key.strip(): value.strip()})
 
+    def _sample(self, name: str, text: str) -> None:
+        """Change how tokens are chosen."""
+        if not text:
+            raise usage_error(
+                f"/{name.replace('_', '-')} takes a value", "as the option of this name; see kvcli chat --help"
+            )
+        value = getattr(options.take(options.Sampling, {name: text}, name), name)
+        self.dialogue.sampling = replace(self.dialogue.sampling, **{name: value})
+        self.console.notice(f"the next answer has {name.replace('_', ' ')} {text}")
+
+    def _system(self, text: str) -> None:
+        self.dialogue.instruct(text or None)
+        self.console.notice("the next answer has " + ("this system message" if text else "no system message"))
+
+    def _save(self, folder: str) -> None:
+        if not folder:
+            raise usage_error("/save takes a directory", "as in /save report-kv")
+        tokens = self.dialogue.save(Path(folder))
+        self.console.notice(f"saved {tokens:,} tokens; kvcli generate FILE --kv {folder} -p ... asks them")
+
     def _use(self, method: str, overrides: dict[str, Any]) -> None:
         from kvcli.inputs.profiles import resolve_profile
 
         self.dialogue.profile = resolve_profile(method, overrides=overrides)
-        settings = self.dialogue.profile.settings.model_dump()
-        shown = f", budget {settings['budget']:,}" if "budget" in settings else ""
-        self.console.notice(f"the next answers use {method}{shown}")
+        self.console.notice(f"the next answers use {_named(self.dialogue.profile)}")
 
     def _stats(self) -> None:
         from kvcli.ui.console import print_statistics
@@ -228,6 +266,13 @@ class Session:
         self.console.notice(
             f"prefilled {kv.read_tokens:,} of {answer.sequences[0].prompt_tokens:,} tokens, reused the others"
         )
+
+
+def _named(profile: Profile) -> str:
+    """Name a method with its budget, if it has one."""
+    budget = getattr(profile.settings, "budget", None)
+    shown = f"{budget:,}" if isinstance(budget, int) else budget
+    return profile.method if budget is None else f"{profile.method}, budget {shown}"
 
 
 def _documents(asked: options.Input, kv: Path | None) -> str:
@@ -248,30 +293,59 @@ def _documents(asked: options.Input, kv: Path | None) -> str:
     return "\n\n".join(texts)
 
 
-def _lines() -> Iterator[str | KvcliError]:
-    """Yield lines of standard input; on a terminal with a prompt, history and editing. Ctrl-C drops a line.
+_QUOTES = '"""'
 
-    A line that is not UTF-8 text is an error in its place.
+
+class Lines:
+    """Lines of standard input, those between three double quotes as one text.
+
+    On a terminal there are a prompt, history and editing, and Ctrl-C drops what was typed. A line that is not UTF-8
+    text is an error in its place.
     """
-    if not sys.stdin.isatty():
+
+    def __init__(self) -> None:
+        self._block: list[str] | None = None  # lines after quotes that are not closed yet
+
+    def __iter__(self) -> Iterator[str | KvcliError]:
+        for line in self._typed() if sys.stdin.isatty() else self._piped():
+            if isinstance(line, KvcliError):
+                yield line
+                continue
+            text = line.strip()
+            if self._block is None and not text.startswith(_QUOTES):
+                yield text
+                continue
+            if self._block is None:
+                self._block, line, text = [], text[3:], text[3:]
+            closed = text.endswith(_QUOTES)
+            self._block.append(line.rstrip().removesuffix(_QUOTES) if closed else line.rstrip("\r\n"))
+            if closed:
+                block, self._block = self._block, None
+                yield "\n".join(block).strip()
+        if self._block is not None:
+            yield usage_error("three double quotes are not closed", 'end the text with """')
+
+    def _piped(self) -> Iterator[str | KvcliError]:
         for number, line in enumerate(sys.stdin.buffer, 1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 yield _not_text(f"line {number} of standard input", error)
-        return
-    with suppress(ImportError):
-        import readline  # noqa: F401 - input() gets history and editing by it
-    while True:
-        try:
-            yield input("> ")
-        except UnicodeDecodeError as error:
-            yield _not_text("the line", error)
-        except AnswerStopped:
-            print(file=sys.stderr)
-        except EOFError:
-            print(file=sys.stderr)
-            return
+
+    def _typed(self) -> Iterator[str | KvcliError]:
+        with suppress(ImportError):
+            import readline  # noqa: F401 - input() gets history and editing by it
+        while True:
+            try:
+                yield input("> " if self._block is None else "... ")
+            except UnicodeDecodeError as error:
+                yield _not_text("the line", error)
+            except AnswerStopped:
+                self._block = None
+                print(file=sys.stderr)
+            except EOFError:
+                print(file=sys.stderr)
+                return
 
 
 def _not_text(line: str, error: UnicodeDecodeError) -> KvcliError:

@@ -76,7 +76,8 @@ def evaluate(
     sampling: Annotated[
         options.Sampling,
         options.Some(
-            "temperature top_p top_k min_p seed num_samples", seed={"help": "Random seed of documents and answers."}
+            "temperature top_p top_k min_p repetition_penalty seed num_samples",
+            seed={"help": "Random seed of documents and answers."},
         ),
     ],
     template: options.Template,

@@ -111,7 +111,7 @@ def generate(
         if asked.turns:
             report = _take_turns(model.spec(), request, show)
         else:
-            report = run(model.spec(), request, show.observer, spans)
+            report = run(model.spec(), request, show.observer, spans, context.obj)
     raise typer.Exit(show.conclude(report, lambda: chrome_trace({"kvcli": spans.spans})))
 
 

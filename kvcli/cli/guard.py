@@ -23,8 +23,11 @@ BROKEN_PIPE = 141
 _LOUD = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
-def run(app: typer.Typer, arguments: Sequence[str]) -> int:
-    """Run `app` and return the exit code. Tracebacks are shown only with --debug or KVCLI_DEBUG=1."""
+def run(app: typer.Typer, arguments: Sequence[str], started: float | None = None) -> int:
+    """Run `app` and return the exit code. Tracebacks are shown only with --debug or KVCLI_DEBUG=1.
+
+    `started` is when the process began, on the clock of `time.perf_counter`; commands find it as their context's `obj`.
+    """
     # Errors can come before the options are parsed, so --debug is looked up in the raw arguments.
     debug = "--debug" in arguments or os.environ.get("KVCLI_DEBUG", "").lower() in ("1", "true", "yes", "on")
     open_missing_streams()
@@ -36,14 +39,16 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     if os.environ.get("COLUMNS", "").strip("0") == "":  # 0 means unknown to a shell, and no width at all to rich
         os.environ.pop("COLUMNS", None)
     with caught_signals() as received:
-        code = _run(app, arguments, debug, received)
+        code = _run(app, arguments, debug, received, started)
     # The code that a shell reports for a process that a signal ended.
     return 128 + received[0] if received and code == ExitCode.INTERRUPTED else code
 
 
-def _run(app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequence[int]) -> int:
+def _run(
+    app: typer.Typer, arguments: Sequence[str], debug: bool, received: Sequence[int], started: float | None
+) -> int:
     try:
-        code = app(list(arguments), prog_name="kvcli", standalone_mode=False)
+        code = app(list(arguments), prog_name="kvcli", standalone_mode=False, obj=started)
         sys.stdout.flush()
     except (SystemExit, BrokenPipeError) as end:
         # typer turns a broken pipe into a plain exit

@@ -16,6 +16,7 @@ import typer
 
 from kvcli.cli.process import give_up_stdout, stdout_is_closed
 from kvcli.errors import KvcliError, usage_error
+from kvcli.ui import starting
 from kvcli.ui.escape import visible
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def write_stdout(text: str) -> None:
         KvcliError: stdout cannot take it.
         BrokenPipeError: the reader of stdout has gone.
     """
+    starting.erase()
     try:
         typer.echo(visible(text) if sys.stdout.isatty() else text, nl=False)
     except BrokenPipeError:

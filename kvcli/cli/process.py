@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from kvcli.ui import starting
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # `timeout` and some schedulers send a signal twice at once, to the process and to its group.
 _REPEATED = 1.0  # seconds
@@ -20,6 +22,7 @@ def end_at_once() -> Iterator[None]:
     """End the process with one line on a signal within this context: libraries are being imported, no work is lost."""
 
     def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
+        starting.erase()
         os.write(2, b"kvcli: error: interrupted\n")
         os._exit(128 + number)
 

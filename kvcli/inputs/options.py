@@ -464,7 +464,9 @@ class DiskOptions:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens and when to stop. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+    """How to choose tokens and when to stop.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
 
     Raises:
         KvcliError: a value is outside its range.
@@ -499,6 +501,12 @@ class Sampling:
         *("--min-p", "P", "Drop tokens below this share of the highest probability, 0 to 1."),
         number,
         within=(lambda p: 0 <= p <= 1, "between 0 and 1"),
+    )
+    repetition_penalty: float = SAMPLING(
+        1.0,
+        *("--repetition-penalty", "R", "Above 1, make tokens of the prompt and the output less likely; 1 is off."),
+        number,
+        within=(lambda r: 0 < r < float("inf"), "above 0, and finite"),
     )
     seed: int = SAMPLING(
         0,

@@ -95,6 +95,7 @@ class GenerationFile(JsonFile):
     top_p: float | None = None
     min_p: float | None = None
     top_k: int | None = None
+    repetition_penalty: float | None = None
     max_length: int | None = None
     max_new_tokens: int | None = None
 

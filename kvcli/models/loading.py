@@ -110,6 +110,18 @@ def _weight_files(checkpoint: Checkpoint) -> list[Path]:
     return [] if folder is None else sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
 
 
+def _repetition_penalty(checkpoint: Checkpoint) -> float | None:
+    """Return the repetition penalty that a checkpoint's generation_config.json asks for, if any."""
+    spec, path = checkpoint.spec, checkpoint.path
+    try:
+        with quiet():
+            found = GenerationConfig.from_pretrained(_target(spec, path), local_files_only=_local(spec, path))
+    except (OSError, ValueError):  # none, or one that loading the model will refuse
+        return None
+    penalty: float | None = found.repetition_penalty
+    return penalty
+
+
 def _is_gguf(path: Path | None) -> TypeGuard[Path]:
     return path is not None and path.suffix == ".gguf" and not path.is_dir()
 
@@ -199,14 +211,31 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
         check_config(path)
     try:
         with quiet():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                _target(spec, path), local_files_only=_local(spec, path), trust_remote_code=False
-            )
+            config = _config_of(_target(spec, path), _local(spec, path))
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
     if config._attn_implementation is not None:
         config._attn_implementation = None  # kvcli brings its own; the package of this one may be missing
     return config
+
+
+def _config_of(target: str, local: bool) -> PreTrainedConfig:
+    """Read a config by transformers, which takes "float32" for a dtype and not "torch.float32"."""
+    values, _ = PreTrainedConfig.get_config_dict(target, local_files_only=local)
+    if (bare := _with_bare_dtypes(values)) != values and "model_type" in bare:
+        named: PreTrainedConfig = AutoConfig.for_model(**bare)
+        return named
+    config: PreTrainedConfig = AutoConfig.from_pretrained(target, local_files_only=local, trust_remote_code=False)
+    return config
+
+
+def _with_bare_dtypes(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's values with the names of dtypes as attributes of torch, also in the configs within."""
+    bare = {key: _with_bare_dtypes(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(name := bare.get(key), str):
+            bare[key] = name.removeprefix("torch.")
+    return bare
 
 
 @dataclass(frozen=True)
@@ -243,9 +272,15 @@ class Checkpoint:
             return "hub"
         return "file" if _is_gguf(self.path) else "directory"
 
-    def notices(self) -> list[str]:
-        """List what a user should know about a checkpoint that can be used."""
+    def notices(self, repetition_penalty: float | None) -> list[str]:
+        """List what a user should know about a checkpoint that can be used; the penalty is the run's, if it samples."""
         said = [] if _is_gguf(self.path) else notices(self.path)
+        asked = None if repetition_penalty != 1 or _is_gguf(self.path) or self.spec.dummy else _repetition_penalty(self)
+        if asked is not None and asked != 1:
+            said.append(
+                f"generation_config.json asks for a repetition penalty of {asked:g}, which is not applied: "
+                f"--repetition-penalty {asked:g} applies it"
+            )
         form, counts = self.geometry.form, self.geometry.parts.counts
         if form is not None and form.widened and not isinstance(form, PackedForm):
             said.append(f"{form.name} weights are unpacked on loading: {WIDER}")
@@ -294,7 +329,7 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
     placement = placed(spec.device, config, dtype, geometry, devices)
     try:
         with quiet():
-            tokenizer = _tokenizer(spec, path, geometry)
+            tokenizer = _tokenizer(spec, path, config, geometry)
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
     return Checkpoint(spec, path, config, geometry, tokenizer, device, dtype, placement)
@@ -459,7 +494,9 @@ def _with_halves(
     return module
 
 
-def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> PreTrainedTokenizerBase:
+def _tokenizer(
+    spec: ModelSpec, path: Path | None, config: PreTrainedConfig, geometry: ModelGeometry
+) -> PreTrainedTokenizerBase:
     """Load the checkpoint's tokenizer; a dummy model without one gets a tokenizer that fits its vocabulary."""
     failure: BaseException | None = None
     if spec.tokenizer is not None:
@@ -470,6 +507,7 @@ def _tokenizer(spec: ModelSpec, path: Path | None, geometry: ModelGeometry) -> P
                 return tokenizer_of(path)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(path or spec.tokenizer or spec.name),
+                config=config if spec.tokenizer is None else None,
                 local_files_only=_local(spec, path),
                 trust_remote_code=False,
             )

@@ -236,7 +236,7 @@ class Conversation:
                 method = reader.method
                 logits, read = self._read_by_windows(ready, turn.ids, reader)
             self._windowed = reader
-            sequence = ready.sequence(method, sampling, sample=turn.attempt)
+            sequence = ready.sequence(method, sampling, sample=turn.attempt, ids=turn.ids)
             sequence.prompt_tokens = len(turn.ids)
             sequence.kv = KVOrigin(read, len(turn.ids) - read)
             if reader is not None:
@@ -264,7 +264,7 @@ class Conversation:
             wanted = len(ids) if method.observes else max(1, method.query_rows)  # queries
             limit = max(0, min(known, len(ids) - wanted))
             skip = self._kv.cut(limit)
-            if known and limit < PAGE:
+            if limit < PAGE <= known:
                 self.observer.notice("this method needs all queries of its prompt: prefilling it again")
         kv = RawKV(self.model.geometry, self._tiers, len(ids), self._kv, skip // PAGE)
         branches = Branches(ids[:skip], [ids[skip:]], self._kv if skip else None, skip)

@@ -134,11 +134,12 @@ class Engine:
         sampler: Callable[[Tensor], int] | None = None,
         first_token: int | None = None,
         reference: AnyMethod | None = None,
+        ids: Sequence[int] = (),
     ) -> RunningSequence:
         """Make the sequence that continues what was read into `method`.
 
         Its next step is to `accept` the prefill's logits or, if `first_token` follows the prompt, to decode. Tokens are
-        drawn as `sampling` says, unless a `sampler` is given.
+        drawn as `sampling` says, unless a `sampler` is given; `ids` is the prompt, for a repetition penalty.
         """
         context = method.context
         assert context.prompt_tokens is not None
@@ -149,7 +150,7 @@ class Engine:
             prompt_tokens=context.prompt_tokens,
             method=method,
             counters=context.counters,
-            sampler=sampler or Sampler(sampling, sample, self.model.device),
+            sampler=sampler or Sampler(sampling, sample, self.model.device, ids),
             detokenizer=StreamingDetokenizer(self.model.tokenizer, sampling.stop),
             eos=frozenset() if sampling.ignore_eos else self.eos,
             max_tokens=sampling.max_tokens,

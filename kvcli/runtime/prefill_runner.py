@@ -220,6 +220,7 @@ class PrefillRunner:
                     sample=sample,
                     source=prompt.source,
                     reference=references[0][sample] if references else None,
+                    ids=prompt.ids,
                 )
                 if prompt.prompt is not None:
                     sequence.question, sequence.id = prompt.prompt.question or None, prompt.prompt.id

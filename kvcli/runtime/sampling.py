@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -44,25 +45,37 @@ class TeacherForcing:
 class Prompted:
     """A sampler that returns given first tokens, then asks another sampler."""
 
-    def __init__(self, tokens: Iterable[int], sampler: Callable[[Tensor], int]):
+    def __init__(self, tokens: Iterable[int], sampler: Sampler):
         self._tokens = iter(tokens)
         self._sampler = sampler
 
     def __call__(self, logits: Tensor) -> int:
         """Return the next of the given tokens, or choose from logits [vocab]."""
         token = next(self._tokens, None)
-        return self._sampler(logits) if token is None else token
+        if token is None:
+            return self._sampler(logits)
+        self._sampler.note(token)
+        return token
 
 
 class Sampler:
-    """Draws the tokens of one sequence from a generator of its own, so that other sequences do not matter."""
+    """Draws the tokens of one sequence from a generator of its own, so that other sequences do not matter.
+
+    `prompt` has the tokens before the output: a repetition penalty is for both.
+    """
 
     not_state: ClassVar[tuple[str, ...]] = ("warpers",)
 
-    def __init__(self, sampling: Sampling, sample: int, device: torch.device):
+    seen: Tensor | None = None
+    """Each token of the prompt and the output once; None without a repetition penalty."""
+
+    def __init__(self, sampling: Sampling, sample: int, device: torch.device, prompt: Sequence[int] = ()):
         self.greedy = sampling.temperature == 0
         self.generator = torch.Generator(device).manual_seed((sampling.seed * 1_000_003 + sample) % 2**63)
         self.warpers = LogitsProcessorList()
+        if sampling.repetition_penalty != 1:
+            self.warpers.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+            self.seen = torch.tensor(sorted(set(prompt)), dtype=torch.int64, device=device)
         if self.greedy:
             return
         self.warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -73,6 +86,11 @@ class Sampler:
         if sampling.min_p:
             self.warpers.append(MinPLogitsWarper(sampling.min_p))
 
+    @property
+    def likeliest(self) -> bool:
+        """Tell whether the choice is always the largest of the logits as they are."""
+        return self.greedy and self.seen is None
+
     def ahead(self) -> Sampler:
         """Return a copy that draws what this one will draw from the same logits."""
         other = copy.copy(self)
@@ -81,8 +99,19 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """Choose from logits [vocab]."""
-        if self.greedy:
+        if self.likeliest:
             return int(logits.argmax())
-        history = cast(torch.LongTensor, torch.empty(1, 0, dtype=torch.int64))  # no warper here reads it
-        scores = self.warpers(history, cast(torch.FloatTensor, logits[None].float()))
-        return int(torch.multinomial(scores[0].softmax(-1), 1, generator=self.generator))
+        history = torch.empty(1, 0, dtype=torch.int64) if self.seen is None else self.seen[None]
+        given = cast(torch.LongTensor, history), cast(torch.FloatTensor, logits[None].float())
+        scores = self.warpers(*given)[0]
+        if self.greedy:
+            token = int(scores.argmax())
+        else:
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self.generator))
+        self.note(token)
+        return token
+
+    def note(self, token: int) -> None:
+        """Count a token among those of the output."""
+        if self.seen is not None and not (self.seen == token).any():
+            self.seen = torch.cat([self.seen, self.seen.new_tensor([token])])  # a copy that looks ahead keeps its own

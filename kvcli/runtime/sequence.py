@@ -23,7 +23,7 @@ class RunningSequence:
     compared with it.
     """
 
-    not_state: ClassVar[tuple[str, ...]] = ("logits",)
+    not_state: ClassVar[tuple[str, ...]] = ("logits", "ttft_from_start_ms")
 
     index: int
     source: str
@@ -39,6 +39,8 @@ class RunningSequence:
     reference: AnyMethod | None = None
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0
+    ttft_from_start_ms: float | None = None
+    """As `ttft_ms`, but from when the user began to wait; None where that is not known."""
     decode_ms: list[float] = field(default_factory=list)
     compile_ms: float = 0.0
     finish_reason: str | None = None
@@ -65,8 +67,8 @@ class RunningSequence:
 
     @property
     def greedy(self) -> bool:
-        """Tell whether the next token is always the likeliest one."""
-        return isinstance(self.sampler, Sampler) and self.sampler.greedy
+        """Tell whether the next token is always the likeliest one by the model's logits alone."""
+        return isinstance(self.sampler, Sampler) and self.sampler.likeliest
 
     def accept(self, logits: Tensor, token: int | None = None) -> str:
         """Choose the next token from logits [vocab] and see whether the sequence ends; return the new text.
@@ -120,7 +122,9 @@ class RunningSequence:
             finish_reason=self.finish_reason or "interrupted",
             prompt_tokens=self.prompt_tokens,
             output_tokens=len(self.token_ids),
-            timing=report.Timing.of(self.prefill_ms, self.ttft_ms, self.decode_ms, self.compile_ms),
+            timing=report.Timing.of(
+                self.prefill_ms, self.ttft_ms, self.decode_ms, self.compile_ms, self.ttft_from_start_ms
+            ),
             correction=self.counters.correction(),
             cache=self.counters.cache(),
             steps=self.counters.steps(self.decode_ms),

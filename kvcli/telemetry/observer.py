@@ -16,6 +16,9 @@ class Observer:
     def stage(self, name: str, total: int | None = None) -> None:
         """Begin a stage such as "load" or "prefill" of `total` units (None: unknown); the stage before it ends."""
 
+    def document(self, number: int, total: int) -> None:
+        """Begin to read document `number`, from 1, of `total`."""
+
     def advance(self, amount: int = 1) -> None:
         """Finish `amount` more units of the current stage."""
 

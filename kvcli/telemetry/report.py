@@ -21,6 +21,7 @@ class Timing:
     """Wall times of one sequence; the first token's time is `ttft_ms` and not part of `decode_ms`.
 
     `compile_ms` is the time in which steps waited for loops to be compiled, which `decode_ms` leaves out.
+    `ttft_from_start_ms` counts from the start of the command, None where no command was started for the sequence.
     """
 
     prefill_ms: float = 0.0
@@ -31,14 +32,22 @@ class Timing:
     p99_ms: float | None = None
     tokens_per_s: float | None = None
     compile_ms: float = 0.0
+    ttft_from_start_ms: float | None = None
 
     @classmethod
-    def of(cls, prefill_ms: float, ttft_ms: float, decode_ms: list[float], compile_ms: float = 0.0) -> Timing:
+    def of(
+        cls,
+        prefill_ms: float,
+        ttft_ms: float,
+        decode_ms: list[float],
+        compile_ms: float = 0.0,
+        from_start_ms: float | None = None,
+    ) -> Timing:
         """Summarise step times; percentiles are None without a decode step."""
         total = sum(decode_ms)
         rate = 1000 * len(decode_ms) / total if total else None
         p50, p90, p99 = (percentile(decode_ms, q) for q in (50, 90, 99))
-        return cls(prefill_ms, ttft_ms, decode_ms, p50, p90, p99, rate, compile_ms)
+        return cls(prefill_ms, ttft_ms, decode_ms, p50, p90, p99, rate, compile_ms, from_start_ms)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from kvcli.methods.card import LEGEND, NEEDS, Card
 from kvcli.sizes import format_bytes
 from kvcli.telemetry.observer import Observer, Progress
 from kvcli.telemetry.report import Report
-from kvcli.ui import summary
+from kvcli.ui import starting, summary
 from kvcli.ui.escape import Styled, one_line, visible
 from kvcli.ui.summary import GAP, divided
 
@@ -84,6 +84,7 @@ def put(console: Console, content: RenderableType) -> None:
 
 def stderr_console() -> Console:
     """Make the console for notes, errors and progress: stderr, with colours only on a terminal and without NO_COLOR."""
+    starting.erase()
     return EscapingConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 
@@ -459,6 +460,7 @@ class RunConsole(Observer):
         self._quiet = quiet
         self._text_on_screen = text_on_screen
         self._progress: Bars | None = None
+        self._document = ""
         self._waiting: list[tuple[int, str | None]] | None = [] if text_on_screen and prompts > 1 else None
 
     @property
@@ -475,8 +477,12 @@ class RunConsole(Observer):
         bar = (BarColumn(bar_width=_BAR), TaskProgressColumn(), _TimeLeft(), TextColumn("left,"))
         counted = bar if total is not None else ()
         self._progress = _bars(self._console, *columns, *counted, TimeElapsedColumn())
-        self._progress.add_task(name, total=total)
+        self._progress.add_task(f"{name}{self._document}" if name == "prefill" else name, total=total)
         self._progress.start()
+
+    def document(self, number: int, total: int) -> None:
+        """Name the document in the bar of its prefill, if there are several."""
+        self._document = f", document {number:,} of {total:,}" if total > 1 else ""
 
     def advance(self, amount: int = 1) -> None:
         """Move the bar."""

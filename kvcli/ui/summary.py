@@ -178,7 +178,7 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     rows = [
         ("prompt", f"{sequence.prompt_tokens:,} tokens"),
         *([("prefill", _prefill(sequence))] if timing.prefill_ms or not sequence.kv.shared_tokens else []),
-        ("first token", f"{duration(timing.ttft_ms)}"),
+        ("first token", _first_token(sequence)),
         ("output", f"{sequence.output_tokens:,} tokens, {ending(sequence)}"),
     ]
     if steps and drafts is not None:  # the steps after a pass only look its tokens up
@@ -245,6 +245,13 @@ def _from_disk(cache: Cache, steps: int) -> str:
     """Format the bytes read from disk, in all and per step, and how long steps waited for them."""
     waited = f" · waited {duration(cache.disk_wait_ms / steps)} per step" if steps else ""
     return _moved(cache.bytes_from_disk, steps) + waited
+
+
+def _first_token(sequence: Sequence) -> str:
+    """Format the time to the first token from the prefill's start, and from the command's if that is known."""
+    timing = sequence.timing
+    waited = timing.ttft_from_start_ms
+    return duration(timing.ttft_ms) + ("" if waited is None else f" · {duration(waited)} from the command's start")
 
 
 def _prefill(sequence: Sequence) -> str:
@@ -317,7 +324,7 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
         name = _short(label)
         timing, cache = sequence.timing, sequence.cache
         if not sequence.output_tokens:  # it failed, or was interrupted before its turn came
-            times.append((name, "-", "-", "-", "-", sequence.finish_reason, "-", "-", "-"))
+            times.append((name, "-", "-", "-", "-", "-", sequence.finish_reason, "-", "-", "-"))
             continue
         times.append(
             (
@@ -325,6 +332,7 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
                 f"{sequence.prompt_tokens:,}",
                 duration(timing.prefill_ms) if timing.prefill_ms else "-",
                 duration(timing.ttft_ms),
+                duration(timing.ttft_from_start_ms),
                 f"{sequence.output_tokens:,}",
                 sequence.finish_reason,
                 _speed(timing.tokens_per_s).removesuffix(" tokens/s"),
@@ -334,7 +342,7 @@ def batch_tables(report: Report, titles: Many[str]) -> list[Table]:
         )
         if cache.pages_requested or cache.bytes_to_device or cache.bytes_to_host:
             moves.append(_moves(name, [sequence]))
-    columns = ("", "prompt", "prefill", "first token", "output", "end", "tok/s", "p50", "p99")
+    columns = ("", "prompt", "prefill", "first token", "from start", "output", "end", "tok/s", "p50", "p99")
     tables = [Table(columns, times)]
     if len(moves) > 1:
         moves.append(_moves("all", report.sequences))

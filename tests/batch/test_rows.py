@@ -39,6 +39,23 @@ def test_the_form_of_the_api():
     assert (row.custom_id, row.model, row.chat) == ("a", "m", True)
 
 
+def test_fields_that_ask_for_nothing():
+    messages = [{"role": "user", "content": "Who?"}]
+    nothing = {
+        "logprobs": False,
+        "stream": False,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+        "store": False,
+    }
+    nothing |= {"tools": None, "tool_choice": "auto", "logit_bias": {}, "response_format": {"type": "text"}}
+    row = parsed(api(messages=messages, **nothing), max_tokens=9)
+    assert (row.conversation, row.sampling) == (tuple(messages), Sampling(9))
+    plain = {"prompt": "Once", "logprobs": None, "echo": False, "best_of": 1, "suffix": None, "repetition_penalty": 1.1}
+    assert parsed({"custom_id": "a", "body": plain}).sampling == Sampling(repetition_penalty=1.1)
+
+
 def test_a_plain_text():
     row = parsed({"custom_id": "a", "body": {"prompt": "Once", "stop": ["x", "y"]}})
     assert (row.prompt.content, row.chat, row.sampling.stop) == ("Once", False, ("x", "y"))
@@ -75,7 +92,17 @@ def test_the_digest_is_of_all_but_the_name():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (api(messages=[{"role": "user", "content": "x"}], max_tokens=0, tools=[]), ["max_tokens", "'body.tools'"]),
+        (api(messages=[{"role": "user", "content": "x"}], max_tokens=0, tool=[]), ["max_tokens", "'body.tool'"]),
+        (api(messages=[{"role": "user", "content": "x"}], tools=[{"type": "function"}]), ["body.tools"]),
+        (
+            api(messages=[{"role": "user", "content": "x"}], logprobs=True, stream=True),
+            ["body.logprobs", "body.stream"],
+        ),
+        (api(messages=[{"role": "user", "content": "x"}], logprobs=0, presence_penalty=0.5), ["logprobs", "presence"]),
+        (
+            api(messages=[{"role": "user", "content": "x"}], response_format={"type": "json_object"}),
+            ["response_format"],
+        ),
         (api(prompt="x"), ["url", "a prompt"]),
         (api(), ["either messages or prompt"]),
         (api(messages=[]), ["messages"]),

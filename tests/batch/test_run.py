@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -12,12 +13,13 @@ from families import MAX_POSITIONS, tiny_checkpoint
 import kvcli
 from kvcli.batch import inflight
 from kvcli.batch.inflight import Room
+from kvcli.batch.rows import digest_of
 from kvcli.batch.run import BatchRequest, run
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally
 from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.errors import KvcliError
-from kvcli.inputs.options import KVOptions, Sampling
+from kvcli.inputs.options import KVOptions, Sampling, Template
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import ModelSpec
 from kvcli.runtime.decode import BlockingStepper
@@ -99,6 +101,18 @@ def test_a_row_gets_what_it_gets_alone_whatever_else_runs(fresh, model, temperat
     for row in asked:
         options = {name: row[name] for name in ("max_tokens", "seed", "temperature")}
         assert lm.generate(row["prompt"], **options, **SETTINGS).text == texts(together)[row["custom_id"]][0]
+
+
+def test_a_row_has_a_penalty_of_its_own(fresh, model):
+    row = {"custom_id": "a", "prompt": text(1, 20), "max_tokens": 12, "ignore_eos": True}
+    found, *_ = fresh([row, {**row, "custom_id": "b", "repetition_penalty": 1.5}])
+    said, lm = texts(found), kvcli.load(model)
+    options = {"max_tokens": 12, "ignore_eos": True, "repetition_penalty": 1.5}
+    assert lm.generate(row["prompt"], **options, **SETTINGS).text == said["b"][0] != said["a"][0]
+    keys = {name: result["kvcli"]["key"]["sampling"] for name, result in found.items()}
+    sampling = {**asdict(Sampling(12, ignore_eos=True)), "template": asdict(Template()), "question": None}
+    del sampling["repetition_penalty"]  # as in files of results that were written before there was one
+    assert keys["a"] == digest_of(sampling) != keys["b"]
 
 
 def test_rows_join_as_others_end(fresh):

@@ -60,6 +60,40 @@ def test_a_line_that_is_no_text_is_named_and_the_others_are_asked(model, documen
     assert b"Traceback" not in result.stderr
 
 
+def test_how_tokens_are_chosen_can_be_changed(warm, model, document):
+    lines = "which fox?\n/max-tokens 2\n/temperature 0.7\n/repetition_penalty 1.2\n/system Be brief.\n/retry\n"
+    result = warm("chat", "-m", model, document, "--max-tokens", 6, "--json", text=lines)
+    assert json.loads(result.stdout)["sequences"][0]["output_tokens"] == 2, result.stderr
+    for words in ("max tokens 2", "temperature 0.7", "repetition penalty 1.2", "this system message", "read again"):
+        assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/temperature", "/temperature takes a value"),
+        ("/temperature hot", "'hot' is not a number"),
+        ("/top-p 2", "--top-p 2.0 is out of range"),
+        ("/tempreature 1", "did you mean /temperature?"),
+        ("/stat", "did you mean /stats?"),
+        ("/", "no command /"),
+        ("/?", "/retry           answer the last question once more"),
+        ('"""\nwhich', "three double quotes are not closed"),
+    ],
+)
+def test_a_bad_command_names_the_way_out(warm, model, line, words):
+    result = warm("chat", "-m", model, text=f"{line}\n")
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_lines_between_quotes_are_one_question(warm, model):
+    lines = '"""which fox\n  jumps\n\nand why?\n"""\nthe dog?\n"""one line"""\n'
+    result = warm("chat", "-m", model, "--max-tokens", 2, "--json", "-q", text=lines)
+    asked = [each["question"] for each in json.loads(result.stdout)["sequences"]]
+    assert asked == ["which fox\n  jumps\n\nand why?", "the dog?", "one line"]
+
+
 def test_without_a_method_a_short_conversation_is_read_whole(warm, model, document):
     result = warm("chat", "-m", model, document, "--max-tokens", 3, "--json", text="which fox?\nand then?\n")
     assert json.loads(result.stdout)["profile"]["method"] == "full"
@@ -171,6 +205,24 @@ def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(warm, endless, do
     at = terminal.until("interrupted", at)
     terminal.type("/quit\n")
     assert terminal.process.wait(30) == 0
+
+
+def test_a_terminal_is_told_what_answers_and_a_pipe_is_not(warm, model, document):
+    terminal = Terminal(warm, "-m", model, document, "--method", "quest", "--budget", "64", "--max-tokens", 2)
+    at = terminal.until("answers by quest, budget 64; /help lists commands")
+    at = terminal.until("> ", at)
+    terminal.type('"""\n')
+    at = terminal.until("... ", at)
+    time.sleep(0.5)  # until readline waits
+    terminal.process.send_signal(signal.SIGINT)
+    at = terminal.until("\n> ", at)
+    terminal.type("/quit\n")
+    assert terminal.process.wait(30) == 0
+    silent = Terminal(warm, "-m", model, "-q")
+    silent.until("> ")
+    silent.type("/quit\n")
+    assert silent.process.wait(30) == 0
+    assert "answers by" not in silent.seen + warm("chat", "-m", model, text="/quit\n").stderr
 
 
 def test_questions_to_generate_can_be_turns(warm, model, document):

@@ -1,7 +1,9 @@
 """What holds for every command: help, version, usage errors, and how a process ends."""
 
+import contextlib
 import itertools
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +39,50 @@ def test_help_loads_no_heavy_library():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     assert result.stderr == "[]\n"
+
+
+WATCHED = """
+import importlib.abc, os, sys
+
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.write(2, b"<torch>")
+            os._exit(0)
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ["kvcli", *sys.argv[1:]]
+from kvcli.cli import main
+main()
+"""
+
+
+def on_a_terminal(*arguments):
+    """What the program shows on a terminal that has stderr, until it imports torch."""
+    master, slave = pty.openpty()
+    with os.fdopen(master, "rb", buffering=0) as screen:
+        command = [sys.executable, "-c", WATCHED, *arguments]
+        with subprocess.Popen(command, stdin=slave, stdout=subprocess.PIPE, stderr=slave, env=environment()):
+            os.close(slave)
+            seen = b""
+            with contextlib.suppress(OSError):  # the end of a terminal on Linux
+                while piece := screen.read(4096):
+                    seen += piece
+    return seen.decode()
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-p", "x"], ["chat"], ["eval", "--tasks", "vt"]])
+def test_a_terminal_shows_something_before_the_libraries_are_imported(arguments):
+    assert on_a_terminal(*arguments) == "kvcli: starting<torch>"
+    assert on_a_terminal(*arguments, "-q") == "<torch>"
+
+
+def test_what_is_shown_first_is_gone_before_anything_else():
+    seen = on_a_terminal("generate", "missing.txt")
+    begun, gone, rest = seen.partition(f"\r{' ' * len('kvcli: starting')}\r")
+    assert (begun, bool(gone)) == ("kvcli: starting", True)
+    assert "missing.txt" in rest
+    assert "starting" not in on_a_terminal("generate", "--help") + on_a_terminal("kv", "list")
 
 
 def test_help_names_groups_units_and_defaults():

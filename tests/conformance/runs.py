@@ -57,7 +57,7 @@ def run(
             context = ready.context(len(ids), max_tokens + SPARE)
             method = get_method(name)(get_method(name).Config(**settings), ready.layers, context)
             (logits,) = ready.prefill(ids, [method], chunk=chunk)
-            sequence = ready.sequence(method, sampling, index=index, source=str(index))
+            sequence = ready.sequence(method, sampling, index=index, source=str(index), ids=ids)
             sequence.eos = eos
             sequence.accept(logits)
             sequences.append(sequence)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 import transformers
-from families import REFUSED, tiny_checkpoint
+from families import REFUSED, tiny_checkpoint, tiny_config
 from huggingface_hub import errors as hub
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 from mutations import mutated_bytes, mutated_json
@@ -317,6 +318,19 @@ def test_a_bad_value_in_the_config_is_named(whole, change, words):
     error = failure(whole)
     assert str(whole / "config.json") in error.what
     assert words in error.what
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_may_have_the_name_of_its_module(whole, key):
+    config = json.loads((whole / "config.json").read_text())
+    del config["dtype"]
+    (whole / "config.json").write_text(json.dumps(config | {key: "torch.bfloat16"}))
+    assert read_config(ModelSpec(str(whole))).dtype == torch.bfloat16
+    assert load_model(ModelSpec(str(whole), device="cpu")).dtype == torch.float32
+    tiny = tiny_config("gemma3_images").to_dict()
+    tiny["text_config"][key] = tiny[key] = "torch.float32"
+    (whole / "config.json").write_text(json.dumps(tiny, default=str))
+    assert read_config(ModelSpec(str(whole))).get_text_config().dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "nonsense"])

@@ -35,7 +35,8 @@ def lossless(model, name, wanted, sampling=None, drafts=DRAFTS, verifier="full",
         for index, length in enumerate(lengths):
             methods = [method_of(ready, *each, length) for each in ((name, wanted), (verifier, {}))]
             logits = ready.prefill(prompt(index, length), methods, chunk=WINDOW + 6)
-            sequence = ready.sequence(methods[0], sampling, index=index, reference=methods[1])
+            ids = prompt(index, length)
+            sequence = ready.sequence(methods[0], sampling, index=index, reference=methods[1], ids=ids)
             sequence.accept(logits[1])
             sequences.append(sequence)
         for _ in ready.decode(sequences, lossless=drafts):
@@ -98,6 +99,17 @@ def test_a_seed_gives_its_own_text(llama):
     small = lossless(llama, "freekv", settings("freekv", SMALL), sampling)
     assert [each.token_ids for each in ample] == [each.token_ids for each in small] == exact(llama, sampling)
     assert all(each.drafts.accepted == each.drafts.drafted for each in ample)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_is_that_of_the_accepted_tokens(llama, temperature):
+    """Drafts are penalised as the text will be, and those that are rejected leave no trace."""
+    sampling = Sampling(max_tokens=STEPS, ignore_eos=True, temperature=temperature, repetition_penalty=1.4)
+    ample = lossless(llama, "freekv", settings("freekv", AMPLE), sampling)
+    small = lossless(llama, "streaming", {"sink": 4, "budget": 8}, sampling)
+    assert [each.token_ids for each in ample] == [each.token_ids for each in small] == exact(llama, sampling)
+    assert all(each.drafts.accepted == each.drafts.drafted for each in ample)
+    assert exact(llama, sampling) != exact(llama)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.runtime.sampling import Sampler, Sampling
+from kvcli.runtime.sampling import Prompted, Sampler, Sampling
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([0.0, 3.0, 2.0, -1.0, 2.5])
@@ -41,6 +42,24 @@ def test_samples_of_one_seed_differ_and_repeat():
     assert len({tuple(some(seed, sample)) for seed in (1, 2) for sample in (0, 1)}) == 4
 
 
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 3.0])
+def test_a_penalty_is_for_the_prompt_and_the_output(penalty):
+    """As transformers has it, whatever of them is there more than once; tokens that are given count as well."""
+    prompt, rows = [1, 1, 3], 3 * torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    sampler, first = Sampler(Sampling(repetition_penalty=penalty), 0, CPU, prompt), [4, 2]
+    prompted, history = Prompted(first, sampler), list(prompt)
+    for step, row in enumerate(rows):
+        ahead = sampler.ahead()
+        scores = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), row[None])
+        expected = first[step] if step < 2 else int(scores.argmax())
+        assert step < 2 or ahead(row) == expected
+        assert prompted(row) == expected
+        history.append(expected)
+    assert sorted(sampler.seen.tolist()) == sorted(set(history))
+    assert Sampler(Sampling(), 0, CPU, prompt).likeliest
+    assert not sampler.likeliest
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -50,6 +69,8 @@ def test_samples_of_one_seed_differ_and_repeat():
         ("top_p", 1.5),
         ("top_k", -1),
         ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
         ("seed", -1),
         ("num_samples", 0),
         ("stop", ("",)),

@@ -211,6 +211,26 @@ def test_progress_is_for_terminals():
     assert watch(terminal=True, quiet=True) == ""
 
 
+def test_the_prefill_names_its_document_among_several():
+    console = screen(terminal=True)
+    watcher = shown.RunConsole(Sink(), False, True, console)
+    for number, total in ((2, 3), (1, 1)):
+        watcher.document(number, total)
+        watcher.stage("prefill", 640)
+        watcher.stage_done()
+    assert "prefill, document 2 of 3" in console.file.getvalue()
+    assert "1 of 1" not in console.file.getvalue()
+
+
+def test_the_first_token_has_both_of_its_times():
+    sequence = retrieving_sequence()
+    waited = replace(sequence, timing=replace(sequence.timing, ttft_from_start_ms=8400.0))
+    assert "first token 1.26 s · 8.40 s from the command's start" in " ".join(" ".join(statistics(waited)).split())
+    assert "from the command's start" not in "\n".join(statistics(sequence))
+    assert "from start" in "\n".join(statistics(waited, sequence, width=120))
+    assert "from start" not in "\n".join(statistics(sequence, sequence, width=120))
+
+
 @pytest.mark.parametrize("text_on_screen", [True, False])
 def test_a_quiet_run_still_says_what_was_not_done(text_on_screen):
     console = screen()

@@ -44,6 +44,8 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     profiles = [variant.profile for variant in plan.variants]
     disk = disk_for(plan.disk, profiles, checkpoint.device, _together(plan, cells))
     _check_fit(plan, cells, checkpoint, disk)
+    for notice in checkpoint.notices(plan.sampling.repetition_penalty):
+        observer.notice(notice)
     for variant in plan.variants:
         refuse_mismatch(variant.profile, checkpoint)
         if variant.profile.notice is not None:
@@ -122,7 +124,8 @@ def _configuration(plan: EvaluationPlan, checkpoint: Checkpoint) -> dict[str, An
     """Return what two runs must have in common to share a file of predictions."""
     sampling = {key: getattr(plan.sampling, key) for key in ("seed", "temperature", "top_p", "num_samples")}
     # Left out when off, as in the files of runs from before these options existed.
-    sampling |= {key: value for key in ("top_k", "min_p") if (value := getattr(plan.sampling, key))}
+    off = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    sampling |= {key: value for key, none in off.items() if (value := getattr(plan.sampling, key)) != none}
     return {
         "model": checkpoint.name,
         "model_hash": fingerprint(checkpoint),

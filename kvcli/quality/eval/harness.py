@@ -63,6 +63,7 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
             temperature=float(settings.get("temperature", 0.0)) if sampled else 0.0,
             top_p=float(settings.get("top_p", 1.0)),
             top_k=int(settings.get("top_k", 0)),
+            repetition_penalty=float(settings.get("repetition_penalty", 1.0)),
             seed=int(settings.get("seed", 0)),
             stop=tuple([until] if isinstance(until, str) else until),
         )

@@ -248,8 +248,9 @@ class Evaluation:
         sampling = replace(self.plan.sampling, max_tokens=read.room, ignore_eos=bool(read.fed))
         sampler: TeacherForcing | Prompted | None = TeacherForcing(read.fed) if read.fed else None
         if read.turns:
-            sampler = Prompted(read.turns, Sampler(sampling, sample, self.model.device))
-        sequence = self._engine.sequence(method, sampling, index=sample, sample=sample, sampler=sampler)
+            sampler = Prompted(read.turns, Sampler(sampling, sample, self.model.device, read.ids))
+        drawn = method, sampling
+        sequence = self._engine.sequence(*drawn, index=sample, sample=sample, sampler=sampler, ids=read.ids)
         sequence.prefill_ms = prefill_ms
         return sequence
 

@@ -277,7 +277,7 @@ class KeptRun:
         prompt, track = self.prompts[index], f"sequence {number}"
         context = engine.context(len(prompt.ids), sampling.max_tokens, prompt.question, timeline, track, capacity)
         method = engine.method(profile, context)
-        return engine.sequence(method, sampling, index=number, sample=sample, source=prompt.source)
+        return engine.sequence(method, sampling, index=number, sample=sample, source=prompt.source, ids=prompt.ids)
 
 
 def _first(error: ValidationError) -> str:

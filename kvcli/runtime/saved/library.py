@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 
 from kvcli.errors import KvcliError, usage_error
-from kvcli.inputs.encoding import EncodedPrompt
+from kvcli.inputs.encoding import EncodedPrompt, encode
 from kvcli.inputs.options import KVOptions, Template
+from kvcli.inputs.prompts import Prompt
 from kvcli.kv.cache import Tiers
 from kvcli.models.loading import Checkpoint, fingerprint, tokenizer_fingerprint
 from kvcli.runtime.saved.files import TEMPORARY, remove
@@ -143,6 +144,12 @@ def _common(path: Path, hashes: Sequence[str]) -> Segment | None:
     return None
 
 
+_DATED = (
+    "the chat template writes today's date before the document; where it has a variable for the date, "
+    "--chat-template-kwargs keeps that the same"
+)
+
+
 class KVLibrary:
     """Finds and saves the KV of prompts of one model, read in one way (`MethodConfig.prefill`).
 
@@ -163,6 +170,7 @@ class KVLibrary:
         self.reading = reading
         self.store = None if options.cache is None else KVStore(options.cache, options.cache_bytes)
         self.used: Manifest | None = None
+        self._dated = False  # whether the user was told of a date
         self.targets = {} if options.save is None else _targets(options.save.absolute(), sources)
         for target in self.targets.values():
             check_target(target)
@@ -188,10 +196,15 @@ class KVLibrary:
         if self.used is not None and self.options.use is not None:
             self._refuse_other(self.options.use, self.used, identity)
             pages = self.used.same_pages(page_hashes(root, ids))
+            dated = pages < len(self.used.pages) and self._within_dated_head(PAGE * pages)
             if not pages:
                 what = f"{self.options.use}: the prompt does not begin like the saved {self.used.asked.source}"
                 hint = "give the same document, --system and template options, or leave --kv out"
-                raise usage_error(what, hint)
+                raise usage_error(what, f"{_DATED}; {hint}" if dated else hint)
+            if dated and not self._dated:
+                self._dated = True
+                of = f"{PAGE * pages:,} of {len(self.used.tokens):,} saved tokens"
+                self.notice(f"{self.options.use}: only {of} are the prompt's, the rest is read: {_DATED}")
             return SavedKV([Segment(self.options.use, self.used, pages)], tiers, self._stateful)
         if self.store is None:
             return None
@@ -202,6 +215,13 @@ class KVLibrary:
                 if not self.forget(error):
                     return None
         return None
+
+    def _within_dated_head(self, tokens: int) -> bool:
+        """Tell whether so many tokens end in what a chat template that knows today's date puts around a document."""
+        tokenizer, template = self.checkpoint.tokenizer, self.template
+        if template.raw or "strftime_now" not in str(tokenizer.chat_template):
+            return False
+        return tokens <= len(encode(Prompt("head", "x"), template, tokenizer))
 
     def forget(self, error: KVDamagedError) -> bool:
         """Remove damaged KV from the cache, so that the prompt is read instead; False if another process holds it.

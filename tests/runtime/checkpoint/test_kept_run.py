@@ -89,7 +89,7 @@ def cut_off(checkpoint, directory, watcher, **options):
     return keep
 
 
-SAMPLED = {"temperature": 0.9, "num_samples": 2, "seed": 3}
+SAMPLED = {"temperature": 0.9, "num_samples": 2, "seed": 3, "repetition_penalty": 1.3}
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import tiny_checkpoint
 from saving import QUESTIONS, TEXT, run, tokens
+from transformers import AutoTokenizer
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
@@ -220,3 +221,22 @@ def test_an_interrupt_keeps_what_was_read_and_nothing_half_made(path, tmp_path):
         assert report.sequences[0].finish_reason == "interrupted"
         assert [entry.name for entry in tmp_path.iterdir()] == [at] * kept
     assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize("head", [40, 4], ids=["a page before the date", "none"])
+def test_a_date_before_the_document_is_why_little_is_used(tmp_path, head):
+    path = tiny_checkpoint("llama", tmp_path / "dated")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = "#!" * head + "{{ strftime_now('%f') * 9 }} " + said  # microseconds: no two runs agree
+    tokenizer.save_pretrained(path)
+    run(str(path), ("",), "full", save=tmp_path / "kv")
+    notes = Notes()
+    if head == 4:
+        with pytest.raises(KvcliError, match="does not begin as") as raised:
+            run(str(path), method="full", use=tmp_path / "kv")
+        assert "today's date" in raised.value.hint
+        return
+    report = run(str(path), method="full", use=tmp_path / "kv", observer=notes)
+    (notice,) = (each for each in notes.notices if "today's date" in each)
+    assert f"only {report.sequences[0].kv.disk_tokens} of" in notice
