@@ -7,6 +7,7 @@
 Neither torch nor transformers is imported until a model is loaded.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load", "register", "resume"]
 __version__ = "0.1.0"
+
+# OpenMP's threads spin while they wait for each other, by default for milliseconds. Where other programs want the
+# cores, threads with work then wait for threads without: a step was 20 times slower. The library reads the count as it
+# is loaded, with torch. With OMP_WAIT_POLICY the user has decided.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _LAZY = {
     "Answer": "kvcli.api",

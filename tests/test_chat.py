@@ -226,7 +226,7 @@ def test_nothing_to_retry_and_no_room_are_said(dialogue, monkeypatch):
 def test_what_was_read_is_saved_for_other_runs(dialogue, checkpoint, tmp_path):
     """As `generate --kv` finds it: the document's pages, whatever is asked of them next."""
     talk = dialogue(checkpoint.tokenizer.chat_template)
-    with pytest.raises(KvcliError, match="nothing was read yet"):
+    with pytest.raises(KvcliError, match="there is no KV yet"):
         talk.save(tmp_path / "kv")
     say(talk, QUESTION)
     saved = talk.save(tmp_path / "kv")

@@ -122,7 +122,7 @@ def profile(
 
         writer.file(html, page(outcome))
     if output.figure is not None:
-        from kvcli.bench.figure import figure
+        from kvcli.bench.html import figure
 
         for line in writer.picture(output.figure, figure(report, output.figure)):
             observer.notice(line)

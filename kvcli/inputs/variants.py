@@ -81,8 +81,8 @@ def variants(
     found: dict[str, Variant] = {}
     for each in named:
         shared = dict(each.settings) | {key: value for key, value in settings.items() if key in fields[each.name]}
-        own = {key.removeprefix(f"{each.name}."): value for key, value in settings.items()}
-        shared |= {key: value for key, value in own.items() if key not in settings}
+        own = f"{each.name}."
+        shared |= {key.removeprefix(own): value for key, value in settings.items() if key.startswith(own)}
         for budget in budgets if budgets and "budget" in fields[each.name] else [None]:
             overrides: dict[str, str | object] = dict(shared)
             if budget is not None:

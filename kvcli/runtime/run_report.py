@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Sequence
 
@@ -25,7 +26,12 @@ def run_report(
     cuda, devices = model.device.type == "cuda", all_of(model.place)
     device_name = ", ".join(map(torch.cuda.get_device_name, devices)) if cuda else "CPU"
     return report.Report(
-        environment=report.environment() | {"device": device_name, "threads": torch.get_num_threads()},
+        environment=report.environment()
+        | {
+            "device": device_name,
+            "threads": torch.get_num_threads(),
+            "spins": os.environ.get("OMP_WAIT_POLICY", os.environ.get("GOMP_SPINCOUNT")),
+        },
         model=model.as_dict(),
         profile=profile.as_dict(),
         sequences=list(sequences),

@@ -1,7 +1,7 @@
 """A chart as one picture for a paper: as wide as a column, light, in a file of its own, without a network.
 
     check_figure(path)                                # first thing: refuses other formats, and if the extra is missing
-    points = [Point("quest", 512, 71.7, 60.0, 81.0), ...]
+    points = [Mark("quest", 512, 71.7, 60.0, 81.0), ...]
     chart = line_chart(points, places_of([512, 1024]), "budget, tokens", "score, %", reference="full")
     write_file(path, picture([chart], path))
 
@@ -84,7 +84,7 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Point:
+class Mark:
     """A figure of a `series` at a place, one of the values across the chart, and the ends of its error bar."""
 
     series: str
@@ -126,7 +126,7 @@ def check_figure(path: Path) -> None:
 
 
 def line_chart(
-    points: Sequence[Point],
+    points: Sequence[Mark],
     places: Sequence[Place],
     across: str,
     up: str,
@@ -179,7 +179,7 @@ def line_chart(
     return layered.properties(title=title) if title else layered
 
 
-def dot_chart(points: Sequence[Point], across: str, reference: str | None = None) -> Drawn:
+def dot_chart(points: Sequence[Mark], across: str, reference: str | None = None) -> Drawn:
     """Draw a row of each series, its figure with an error bar; a dashed line goes through that of the `reference`."""
     import altair as alt
 

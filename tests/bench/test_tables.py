@@ -9,8 +9,7 @@ import pytest
 from pictures import texts_of
 from reports import FAILED, PEER, PHASES, case, profile_of
 
-from kvcli.bench.figure import figure
-from kvcli.bench.html import page
+from kvcli.bench.html import figure, page
 from kvcli.bench.profiler import Outcome, case_name
 from kvcli.bench.report import headline, notes, parts_table, steps_table, tables
 from kvcli.telemetry.timeline import Span

@@ -70,7 +70,7 @@ def test_a_refusal_names_the_forms_that_fit_and_they_do(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "available", lambda _: enough)
     with pytest.raises(KvcliError) as refused:
         memory.check(full, checkpoint, [3000], sampling)
-    assert "; it fits with --dtype bfloat16; or take" in refused.value.hint
+    assert "; it fits with --dtype bfloat16; or use" in refused.value.hint
     memory.check(full, narrow, [3000], sampling)
     for less, named in ((enough["host"] - 1, "--dtype bfloat16;"), (1000, "it fits with")):
         monkeypatch.setattr(memory, "available", lambda _, less=less: {"host": less})

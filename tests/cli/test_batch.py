@@ -263,11 +263,11 @@ def test_results_under_another_tokenizer_are_refused(warm, source, tmp_path):
     run = partial(warm, "batch", "-m", model, source, "-o", tmp_path / "out.jsonl")
     assert run().returncode == 0
     assert run().returncode == 0
-    config = model / "tokenizer_config.json"
-    before = config.read_text()
-    config.write_text(json.dumps(json.loads(before) | {"chat_template": "{{ messages[0].content }}"}))
+    template = model / "chat_template.jinja"
+    before = template.read_text()
+    template.write_text("{{ messages[0].content }}")
     assert_refused(run(), 2, "tokenizer changed")
-    config.write_text(before)
+    template.write_text(before)
     ends = model / "generation_config.json"
     ends.write_text(json.dumps({"eos_token_id": [1, 2]}))
     assert_refused(run(), 2, "tokenizer changed")
@@ -277,13 +277,12 @@ def test_results_under_another_tokenizer_are_refused(warm, source, tmp_path):
 def test_a_system_message_goes_before_rows_of_messages_without_one(warm, tmp_path):
     model = tiny_checkpoint("llama", tmp_path / "model")
     template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    config = model / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    (model / "chat_template.jinja").write_text(template)
     said = {"role": "user", "content": "the fox"}
     own = {"role": "system", "content": "the dog sleeps"}
-    rows = [("bare", [said]), ("own", [own, said])]
+    asked = [("bare", [said]), ("own", [own, said])]
     (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({"custom_id": name, "messages": messages}) + "\n" for name, messages in rows)
+        "".join(json.dumps({"custom_id": name, "body": {"messages": each}}) + "\n" for name, each in asked)
     )
     used = []
     for options in ([], ["-s", "the lazy dog and then the quick fox"]):

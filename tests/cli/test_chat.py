@@ -76,8 +76,8 @@ def test_how_tokens_are_chosen_can_be_changed(warm, model, document):
         ("/top-p 2", "--top-p 2.0 is out of range"),
         ("/tempreature 1", "did you mean /temperature?"),
         ("/stat", "did you mean /stats?"),
-        ("/", "no command /"),
-        ("/?", "/retry           answer the last question once more"),
+        ("/", "unknown command /"),
+        ("/?", "/retry           answer the last question again"),
         ('"""\nwhich', "three double quotes are not closed"),
     ],
 )

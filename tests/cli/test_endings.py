@@ -86,7 +86,7 @@ def test_a_signal_keeps_what_there_is(warm, model, document, tmp_path, number):
     (sequence,) = json.loads((tmp_path / "out.json").read_text())["sequences"]
     assert sequence["finish_reason"] == "interrupted"
     assert sequence["output_tokens"] > 0
-    assert b"interrupted; the text up to here was kept" in shown
+    assert b"interrupted; the text so far was kept" in shown
     assert b"Traceback" not in shown
 
 

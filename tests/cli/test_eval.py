@@ -102,7 +102,7 @@ def test_a_process_that_is_stopped_at_work_is_taken_up(warm, table, tmp_path, se
         (["--tasks", "vt", "--method", "full", "--budget", "4K"], ["'budget'", "full"]),
         (["--tasks", "vt", "--method", "quest", "--set", "tua=1"], ["tua"]),
         (
-            ["--tasks", "vt", "--method", "quest", "--budget", "32"],
+            ["--tasks", "vt", "--method", "quest", "--budget", "32", "--set", "window=32"],
             ["budget 32 leaves no page", "or lower sink and window"],
         ),
         (["--tasks", "vt,,fwe"], ["--tasks", "empty entry"]),

@@ -86,10 +86,10 @@ def test_a_profile_and_its_settings_are_frozen():
 
 
 def test_the_hash_follows_method_and_settings_alone(tmp_path):
-    plain = resolve_profile()
+    plain = resolve_profile("freekv")
     text = 'method = "freekv"\ndescription = "other words"\n[settings]\nsink = 512\n'
     assert resolve_profile(profile=toml(tmp_path, text)).hash == plain.hash
-    assert resolve_profile(overrides={"tau": 0.8}).hash != plain.hash
+    assert resolve_profile("freekv", overrides={"tau": 0.8}).hash != plain.hash
     assert len({resolve_profile(method=method).hash for method in method_names()}) == len(method_names())
     assert plain.as_dict()["hash"] == plain.hash
 
@@ -174,7 +174,7 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "budget", "sink", "window"),
-    [("freekv", 512, 128, 128), ("freekv", 1055, 256, 256), ("freekv", 64, 0, 32), ("tokenselect", 256, 16, 64)],
+    [("freekv", 512, 128, 128), ("freekv", 1055, 256, 256), ("freekv", 64, 0, 32), ("tokenselect", 512, 32, 128)],
 )
 def test_a_small_budget_scales_sink_and_window_and_says_so(method, budget, sink, window):
     found = resolve_profile(method, overrides={"budget": budget})

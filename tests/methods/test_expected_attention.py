@@ -103,7 +103,9 @@ def test_a_prompt_within_the_budget_is_kept(prompt):
         Oracle(stream).check(step, method, out, [list(range(prompt + step + 1))] * HK)
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 36}, {"budget": 60, "sink": 30, "window": 0}, {"future": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 36, "window": 32}, {"budget": 60, "sink": 30, "window": 0}, {"future": 0}]
+)
 def test_senseless_settings_are_refused(wrong):
     with pytest.raises(KvcliError):
         resolve_profile(method="expected_attention", overrides=wrong)

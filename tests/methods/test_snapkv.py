@@ -69,7 +69,9 @@ def test_a_sliding_layer_is_not_cut():
     assert [cache.length for cache in sequence.method.caches] == [98] * 4
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 32}, {"kernel": 4}, {"kernel": 0}, {"window": 0}, {"budget": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 32, "window": 32}, {"kernel": 4}, {"kernel": 0}, {"window": 0}, {"budget": 0}]
+)
 def test_senseless_settings_are_refused(wrong):
     with pytest.raises(KvcliError):
         resolve_profile(method="snapkv", overrides=wrong)

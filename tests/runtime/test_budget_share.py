@@ -81,11 +81,11 @@ def test_budgets_that_differ_are_no_step_of_one_graph(monkeypatch):
 
 
 def test_a_share_that_is_too_small_is_refused_with_the_prompt():
-    profile = resolve_profile("freekv", overrides={"budget": "20%"})
+    profile = resolve_profile("freekv", overrides={"budget": "20%", "sink": 512, "window": 512})
     with pytest.raises(KvcliError, match=r"freekv: budget 20% of a prompt of 1,000 tokens: budget 200 leaves no page"):
         profile.for_prompt(1000)
     assert profile.for_prompt(10000).settings.budget == 2000
-    assert profile.hash != resolve_profile("freekv", overrides={"budget": "30%"}).hash
+    assert profile.hash != resolve_profile("freekv", overrides={"budget": "30%", "sink": 512, "window": 512}).hash
 
 
 def test_it_stays_a_share_in_labels_json_and_profiles(tmp_path):

@@ -74,7 +74,8 @@ def test_a_model_is_probed_once_and_says_so(model):
             heads.append(method.statistics()["retrieval_heads"])
             (logits,) = ready.prefill([5] * (capacity - 10), [method])
             assert logits.isfinite().all()
-    assert notices == ["no file of retrieval heads: looking for them on 197 random tokens"]
+    (notice,) = notices
+    assert notice.startswith("no file of retrieval heads: looking for them on 197 random tokens")
     assert heads[0] == heads[1]
     assert len(heads[0]) == LAYERS * KV_HEADS // 2
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.ui import html
-from kvcli.ui.figure import Point, check_figure, line_chart, places_of
+from kvcli.ui.figure import Mark, check_figure, line_chart, places_of
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a", "a.html"])
@@ -28,7 +28,7 @@ def test_a_missing_library_is_said_with_the_way_out(monkeypatch):
 
 def test_methods_are_told_apart_by_colour_and_shape_and_stand_apart():
     names = [f"m{number}" for number in range(12)]
-    points = [Point(name, place, 50.0, 40.0, 60.0) for name in ("full", *names) for place in (256, 512)]
+    points = [Mark(name, place, 50.0, 40.0, 60.0) for name in ("full", *names) for place in (256, 512)]
     chart = line_chart(points, places_of([256, 512]), "budget", "score", "full").to_dict()
     marks = chart["layer"][2]["encoding"]
     looks = set(zip(marks["color"]["scale"]["range"], marks["shape"]["scale"]["range"], strict=True))

@@ -134,7 +134,16 @@ FULL, FREEKV = Variant("full", None, resolve_profile("full")), Variant("freekv",
 
 
 def scored(variant, task, value, depth=None, metric="recall", length=8192, **more):
-    found = CellScore(variant.label, task, length, depth, metric, Estimate(value, 2.25, 20), {}, COST)
+    found = CellScore(
+        variant.label,
+        task,
+        length,
+        depth,
+        metric,
+        Estimate(value, 2.25, 20, max(0, value - 4), min(100, value + 4)),
+        {},
+        COST,
+    )
     return replace(found, **more)
 
 
@@ -163,9 +172,10 @@ def needle_grid():
 
 
 def fidelity():
-    close = Closeness(Estimate(0.0312, 0.0042, 8), Estimate(0.0021, 0.0009, 8))
+    same = Estimate(96.5, 2.25, 8, tokens=504)
+    close = Closeness(Estimate(0.0312, 0.0042, 8, tokens=504), Estimate(0.0021, 0.0009, 8, tokens=504))
     return shown.render_tables(
-        layout.tables(evaluated(scored(FREEKV, "fidelity:book.txt", 96.5, metric="fidelity", closeness=close)))
+        layout.tables(evaluated(scored(FREEKV, "fidelity:book.txt", 0, metric="fidelity", closeness=close, score=same)))
     )
 
 

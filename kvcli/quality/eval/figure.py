@@ -7,7 +7,7 @@ from typing import Any
 from kvcli.quality.eval.estimate import Estimate, by_task, mean
 from kvcli.quality.eval.suite import FED, FIDELITY, PERPLEXITY
 from kvcli.quality.eval.table import CellScore, EvaluationTable
-from kvcli.ui.figure import Figure, Point, dot_chart, line_chart, picture, places_of
+from kvcli.ui.figure import Figure, Mark, dot_chart, line_chart, picture, places_of
 
 _UP = {"score": "score, %", FIDELITY: "KL from full attention, nats", PERPLEXITY: "perplexity"}
 """Kinds of figures with the titles of their axes; a picture has the first that there is."""
@@ -78,7 +78,7 @@ def _axis(table: EvaluationTable, results: Sequence[CellScore]) -> tuple[str | N
 
 def _points(
     table: EvaluationTable, results: Sequence[CellScore], axis: str | None, values: Sequence[Any]
-) -> list[Point]:
+) -> list[Mark]:
     """Average the tasks of every variant at every place; a method without a budget is the same at all of them."""
     points = []
     for variant in table.variants:
@@ -95,7 +95,7 @@ def _points(
             error = found.stderr or 0.0
             low = found.value - error if found.low is None else found.low
             high = found.value + error if found.high is None else found.high
-            points.append(Point(name, place, found.value, low, high))
+            points.append(Mark(name, place, found.value, low, high))
     return points
 
 
