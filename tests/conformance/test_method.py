@@ -71,7 +71,7 @@ def family(request):
     return model, ids, reference[0, EXACT_PROMPT:].tolist()
 
 
-@pytest.mark.parametrize(("family", "name"), crossed(list(FAMILIES), method_names(), turns=4), indirect=["family"])
+@pytest.mark.parametrize(("family", "name"), crossed(list(FAMILIES), method_names(), turns=6), indirect=["family"])
 def test_ample_budget_is_token_for_token_what_transformers_generates(family, name):
     model, ids, reference = family
     assert len(set(reference)) > EXACT_STEPS / 3, "a reference that repeats itself tests little"

@@ -174,7 +174,7 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "budget", "sink", "window"),
-    [("freekv", 512, 128, 128), ("freekv", 1055, 256, 256), ("freekv", 64, 0, 32), ("tokenselect", 512, 32, 128)],
+    [("freekv", 512, 128, 128), ("freekv", 1055, 256, 256), ("freekv", 64, 0, 32), ("tokenselect", 256, 12, 48)],
 )
 def test_a_small_budget_scales_sink_and_window_and_says_so(method, budget, sink, window):
     found = resolve_profile(method, overrides={"budget": budget})
