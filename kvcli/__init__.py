@@ -9,6 +9,7 @@ Neither torch nor transformers is imported until a model is loaded.
 
 import os
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
@@ -20,11 +21,25 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load", "register", "resume"]
 __version__ = "0.1.0"
 
-# OpenMP's threads spin while they wait for each other, by default for milliseconds. Where other programs want the
-# cores, threads with work then wait for threads without: a step was 20 times slower. The library reads the count as it
-# is loaded, with torch. With OMP_WAIT_POLICY the user has decided.
+
+def _spins() -> str:
+    """Return how often a waiting thread of OpenMP looks before it sleeps.
+
+    By default threads look for milliseconds. Where other programs want the cores, threads with work then wait for
+    threads without, and a step was 20 times slower. Where cores are free, sleeping soon makes short steps slower.
+    """
+    cores = os.cpu_count() or 1
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1  # besides this thread
+        taken = running >= cores and os.getloadavg()[0] >= cores
+    except (OSError, ValueError, IndexError):
+        taken = False
+    return "1000" if taken else "100000"
+
+
+# The library reads it as it is loaded, with torch. With OMP_WAIT_POLICY the user has decided.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", _spins())
 
 _LAZY = {
     "Answer": "kvcli.api",

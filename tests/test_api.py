@@ -1,6 +1,7 @@
 """The Python interface: the same texts, the same report and the same refusals as the command line."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -147,3 +148,26 @@ def test_a_run_that_was_kept_is_resumed(model, tmp_path):
     texts = ["a quick brown fox", "a lazy dog"]
     answers = model.generate(texts, checkpoint=tmp_path, every=2, max_tokens=6, ignore_eos=True)
     assert [answer.token_ids for answer in kvcli.resume(tmp_path)] == [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("loadavg", "load", "spins"),
+    [("8.00 8.00 8.00 9/200 1", 8.0, "1000"), ("8.00 8.00 8.00 1/200 1", 8.0, "100000"), ("", 0.0, "100000")],
+)
+def test_threads_spin_less_where_cores_are_taken(monkeypatch, loadavg, load, spins):
+    monkeypatch.setattr(kvcli.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(kvcli.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(kvcli.Path, "read_text", lambda _: loadavg)
+    assert kvcli._spins() == spins
+
+
+def test_the_user_decides_how_threads_wait():
+    asked = "import os, kvcli; print(os.environ.get('GOMP_SPINCOUNT'))"
+    own = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+
+    def spins(**variables):
+        return subprocess.check_output([sys.executable, "-c", asked], env=own | variables, text=True).strip()
+
+    assert spins() in ("1000", "100000")
+    assert spins(GOMP_SPINCOUNT="7") == "7"
+    assert spins(OMP_WAIT_POLICY="passive") == "None"
