@@ -253,25 +253,28 @@ def _validate(
 
 
 def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[MethodConfig, str] | None:
-    """Scale sink and window as the budget is to the method's own; None if that does not help either."""
+    """Scale sink and window as the budget is to the method's own; None if that does not help either.
+
+    Each keeps a page, but a budget of two pages has no sink.
+    """
     fields = config.model_fields
     usual, budget = (each.get("budget") for each in ({k: f.default for k, f in fields.items()}, settings))
     if not isinstance(budget, int) or isinstance(budget, Share) or not isinstance(usual, int) or budget >= usual:
         return None
     page = settings.get("page_size", fields["page_size"].default if "page_size" in fields else 1)
-    before = {key: settings.get(key, fields[key].default) for key in ("sink", "window") if key in fields}
-    after = {key: size * budget // usual // page * page for key, size in before.items()}
-    if before.get("window"):
-        after["window"] = max(after["window"], page)
-    try:
-        found = config(**(dict(settings) | after))
-    except ValidationError:
-        return None
-    sizes = [" and ".join(f"{key} {size:,}" for key, size in each.items()) for each in (before, after)]
-    return (
-        found,
-        f"budget {budget:,} has no room for {sizes[0]}: using {sizes[1]}; to set them, use --sink and --window",
-    )
+    before: dict[str, int] = {
+        key: settings.get(key, fields[key].default) for key in ("sink", "window") if key in fields
+    }
+    scaled: dict[str, int] = {
+        key: max(size * budget // usual // page, 1) * page if size else 0 for key, size in before.items()
+    }
+    for after in (scaled, {key: 0 if key == "sink" else size for key, size in scaled.items()}):
+        with suppress(ValidationError):
+            found = config(**(dict(settings) | after))
+            was, now = (" and ".join(f"{key} {size:,}" for key, size in each.items()) for each in (before, after))
+            notice = f"budget {budget:,} has no room for {was}: using {now}; to set them, use --sink and --window"
+            return found, notice
+    return None
 
 
 class ProfileFile(BaseModel):

@@ -174,7 +174,14 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "budget", "sink", "window"),
-    [("freekv", 512, 128, 128), ("freekv", 1055, 256, 256), ("freekv", 64, 0, 32), ("tokenselect", 256, 12, 48)],
+    [
+        ("freekv", 512, 128, 128),
+        ("freekv", 1055, 256, 256),
+        ("freekv", 256, 64, 64),
+        ("freekv", 96, 32, 32),
+        ("freekv", 64, 0, 32),
+        ("tokenselect", 256, 12, 48),
+    ],
 )
 def test_a_small_budget_scales_sink_and_window_and_says_so(method, budget, sink, window):
     found = resolve_profile(method, overrides={"budget": budget})
