@@ -88,8 +88,8 @@ class Dialogue:
             self.template = before
             raise
         if 2 * common < len(known):
-            what = f"the chat template puts the system message before what was read: {len(known) - common:,} tokens"
-            self.observer.notice(f"{what} are read again for the next answer")
+            what = "the chat template puts the system message before the document"
+            self.observer.notice(f"{what}: the next answer prefills {len(known) - common:,} tokens again")
 
     def read(self, saved: Path | None = None) -> None:
         """Read the document before the first question, if the method can use that; show notices on model and profile.

@@ -116,7 +116,7 @@ def test_a_system_message_is_for_the_next_answers(dialogue, method):
     talk.instruct("Be brief.")
     say(talk, "And who?")
     assert prompt(talk).startswith("<system>Be brief.</system><user>The access code")
-    assert any("tokens are read again" in notice for notice in notes.notices)
+    assert any("tokens again" in notice and "prefills" in notice for notice in notes.notices)
     assert not any("all queries" in notice for notice in notes.notices)
     talk.instruct(None)
     say(talk, "And who?")

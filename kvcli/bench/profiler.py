@@ -38,6 +38,7 @@ from kvcli.capacity.roofline import PHASES, MachineRates, RatesOverTime, equival
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.options import DiskOptions
 from kvcli.inputs.profiles import Profile
+from kvcli.inputs.variants import scaled
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.methods import get_method
 from kvcli.models.devices import Place, all_of
@@ -218,9 +219,9 @@ def _warn(request: ProfileRequest, checkpoint: Checkpoint, loads: Sequence[Load]
     beyond = checkpoint.geometry.beyond_positions(max(load.capacity for load in loads), checkpoint.name)
     if beyond is not None:
         observer.notice(beyond)
-    for entry in request.entries:
-        if entry.profile.notice is not None:
-            observer.notice(f"{entry.label}: {entry.profile.notice}")
+    labelled = [(entry.label, entry.profile) for entry in request.entries]
+    for line in scaled(labelled, min(load.context for load in loads)):
+        observer.notice(line)
     for name in dict.fromkeys(entry.profile.method for entry in request.entries):
         if request.ablate and not get_method(name).ablation:
             observer.notice(f"--ablate: {name} has no parts to switch off")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -146,7 +147,7 @@ class Session:
         """Say what will answer, and how to find out more."""
         checkpoint, profile = self.dialogue.checkpoint, self.dialogue.answering
         method = "a method chosen for the first question" if profile is None else _named(profile)
-        self.console.notice(f"{checkpoint.name} answers by {method}; /help lists commands, Ctrl-D ends")
+        self.console.notice(f"{checkpoint.name} answers with {method}; /help lists commands, Ctrl-D ends")
 
     def run(self, lines: Iterable[str | KvcliError]) -> ExitCode:
         """Take all lines; return the exit code of the last question."""
@@ -237,17 +238,21 @@ class Session:
             )
         value = getattr(options.take(options.Sampling, {name: text}, name), name)
         self.dialogue.sampling = replace(self.dialogue.sampling, **{name: value})
-        self.console.notice(f"the next answer has {name.replace('_', ' ')} {text}")
+        self.console.notice(f"{name.replace('_', ' ')} {text}, from the next answer on")
 
     def _system(self, text: str) -> None:
         self.dialogue.instruct(text or None)
-        self.console.notice("the next answer has " + ("this system message" if text else "no system message"))
+        self.console.notice(
+            ("system message changed" if text else "system message removed") + ", from the next answer on"
+        )
 
     def _save(self, folder: str) -> None:
         if not folder:
             raise usage_error("/save takes a directory", "as in /save report-kv")
         tokens = self.dialogue.save(Path(folder))
-        self.console.notice(f"saved {tokens:,} tokens; kvcli generate FILE --kv {folder} -p ... asks them")
+        self.console.notice(
+            f'saved {tokens:,} tokens. To ask about them: kvcli generate --kv {shlex.quote(folder)} -p "..."'
+        )
 
     def _use(self, method: str, overrides: dict[str, Any]) -> None:
         from kvcli.inputs.profiles import resolve_profile

@@ -249,7 +249,7 @@ def model_of(asked: ModelOptions, kv: Path | None) -> tuple[ModelOptions, str | 
     saved = read_manifest(kv).model
     if saved.model == "demo":
         return asked, None
-    if "/" in saved.model and Path(saved.model).is_absolute() and not Path(saved.model).exists():
+    if Path(saved.model).is_absolute() and not Path(saved.model).exists():
         raise usage_error(f"{kv}: saved with {saved.model}, which does not exist", "name the model's new path with -m")
     dtype: Any = saved.dtype if asked.dtype == "auto" else asked.dtype
     return replace(asked, model=saved.model, dtype=dtype), f"no -m: using {saved.model}, the model of {kv}"

@@ -126,6 +126,7 @@ def plan(
     from kvcli.capacity.planning.advice import advise as search
     from kvcli.capacity.planning.advice import command as command_of
     from kvcli.capacity.planning.plan import plan as plan_all
+    from kvcli.inputs.variants import scaled
     from kvcli.ui import console
 
     with progress(output.quiet) as observer:
@@ -144,10 +145,9 @@ def plan(
         beyond = subject.geometry.beyond_positions(max(contexts) + run.max_tokens, model.model or "the demo model")
         if beyond is not None:
             observer.notice(beyond)
-        for variant in variants:
-            if variant.profile.notice is not None:
-                observer.notice(f"{variant.label}: {variant.profile.notice}")
         labelled = [(variant.label, variant.profile) for variant in variants]
+        for line in scaled(labelled, min(contexts)):
+            observer.notice(line)
         plans = []
         if advise:
             observer.stage("plan")

@@ -34,7 +34,7 @@ class Profile:
 
     `provenance` records the model, the text and the curve of values that `kvcli calibrate` found. A profile that nobody
     named is `unnamed`: a generation may take full attention instead (`kvcli.capacity.unnamed`). One that `scales` makes
-    sink and window smaller where the budget leaves no room beside them, and says so in `notice`.
+    sink and window smaller where the budget leaves no room for anything else, and says so in `notice`.
     """
 
     name: str
@@ -257,8 +257,8 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
 
     Each keeps a page, but a budget of two pages has no sink.
     """
-    fields = config.model_fields
-    usual, budget = (each.get("budget") for each in ({k: f.default for k, f in fields.items()}, settings))
+    fields, budget = config.model_fields, settings.get("budget")
+    usual = fields["budget"].default if "budget" in fields else None
     if not isinstance(budget, int) or isinstance(budget, Share) or not isinstance(usual, int) or budget >= usual:
         return None
     page = settings.get("page_size", fields["page_size"].default if "page_size" in fields else 1)

@@ -5,7 +5,7 @@ each a set of profiles with budgets and sampling, which one command repeats.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -96,6 +96,20 @@ def variants(
                 raise usage_error(what, "name each method and profile once")
             found[variant.label] = variant
     return list(found.values())
+
+
+def scaled(variants: Iterable[tuple[str, Profile]], shortest: int | None) -> Iterator[str]:
+    """Say which of the labelled profiles scale sink and window, also where a budget is a share of a prompt.
+
+    `shortest` is the shortest prompt in tokens, if it is known.
+    """
+    for label, profile in variants:
+        notice = profile.notice
+        if shortest is not None:
+            with suppress(KvcliError):  # a method that refuses the budget says so where it is used
+                notice = profile.for_prompt(shortest).notice
+        if notice is not None:
+            yield f"{label}: {notice}"
 
 
 def where_settings_go(settings: Sequence[str], variants: Sequence[Variant]) -> Iterator[str]:

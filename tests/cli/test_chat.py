@@ -64,7 +64,7 @@ def test_how_tokens_are_chosen_can_be_changed(warm, model, document):
     lines = "which fox?\n/max-tokens 2\n/temperature 0.7\n/repetition_penalty 1.2\n/system Be brief.\n/retry\n"
     result = warm("chat", "-m", model, document, "--max-tokens", 6, "--json", text=lines)
     assert json.loads(result.stdout)["sequences"][0]["output_tokens"] == 2, result.stderr
-    for words in ("max tokens 2", "temperature 0.7", "repetition penalty 1.2", "this system message", "read again"):
+    for words in ("max tokens 2", "temperature 0.7", "repetition penalty 1.2", "system message changed", "tokens again"):
         assert words in result.stderr
 
 
@@ -209,7 +209,7 @@ def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_session(warm, endless, do
 
 def test_a_terminal_is_told_what_answers_and_a_pipe_is_not(warm, model, document):
     terminal = Terminal(warm, "-m", model, document, "--method", "quest", "--budget", "64", "--max-tokens", 2)
-    at = terminal.until("answers by quest, budget 64; /help lists commands")
+    at = terminal.until("answers with quest, budget 64; /help lists commands")
     at = terminal.until("> ", at)
     terminal.type('"""\n')
     at = terminal.until("... ", at)
@@ -222,7 +222,7 @@ def test_a_terminal_is_told_what_answers_and_a_pipe_is_not(warm, model, document
     silent.until("> ")
     silent.type("/quit\n")
     assert silent.process.wait(30) == 0
-    assert "answers by" not in silent.seen + warm("chat", "-m", model, text="/quit\n").stderr
+    assert "answers with" not in silent.seen + warm("chat", "-m", model, text="/quit\n").stderr
 
 
 def test_questions_to_generate_can_be_turns(warm, model, document):

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcli.errors import KvcliError
-from kvcli.inputs.variants import ablated, paper_names, read_paper, variants, where_settings_go
+from kvcli.inputs.variants import ablated, paper_names, read_paper, scaled, variants, where_settings_go
 from kvcli.methods import get_method, method_names
 from kvcli.sizes import Share
 
@@ -71,3 +71,11 @@ def test_a_setting_where_settings_go_is_explained():
     assert not [*where_settings_go(["window", "budget"], found[:2])]
     (line,) = where_settings_go(["tau"], found)
     assert line == "quest, snapkv: no setting tau, which goes to the others"
+
+
+def test_a_share_that_scales_sink_and_window_is_said_too():
+    labelled = [(each.label, each.profile) for each in variants(["full", "freekv"], [], [Share("10%")], {})]
+    assert not [*scaled(labelled, None)]
+    assert not [*scaled(labelled, 40_000)]
+    (line,) = scaled(labelled, 4000)
+    assert line.startswith("freekv 10%: budget 400 has no room for sink 512 and window 512")

@@ -13,6 +13,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import encode
 from kvcli.inputs.profiles import refuse_mismatch
 from kvcli.inputs.prompts import Prompt
+from kvcli.inputs.variants import scaled
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint, text_fingerprint
 from kvcli.quality.eval import suite
@@ -48,8 +49,9 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         observer.notice(notice)
     for variant in plan.variants:
         refuse_mismatch(variant.profile, checkpoint)
-        if variant.profile.notice is not None:
-            observer.notice(f"{variant.label}: {variant.profile.notice}")
+    lengths = [cell.length for cell in cells if cell.length is not None]
+    for line in scaled([(each.label, each.profile) for each in plan.variants], min(lengths, default=None)):
+        observer.notice(line)
     configuration = _configuration(plan, checkpoint)
     with Predictions(plan.predictions, configuration) as predictions:
         done = len(predictions)
