@@ -64,7 +64,8 @@ def test_how_tokens_are_chosen_can_be_changed(warm, model, document):
     lines = "which fox?\n/max-tokens 2\n/temperature 0.7\n/repetition_penalty 1.2\n/system Be brief.\n/retry\n"
     result = warm("chat", "-m", model, document, "--max-tokens", 6, "--json", text=lines)
     assert json.loads(result.stdout)["sequences"][0]["output_tokens"] == 2, result.stderr
-    for words in ("max tokens 2", "temperature 0.7", "repetition penalty 1.2", "system message changed", "tokens again"):
+    told = ("max tokens 2", "temperature 0.7", "repetition penalty 1.2", "system message changed", "tokens again")
+    for words in told:
         assert words in result.stderr
 
 
