@@ -209,6 +209,8 @@ class Session:
         if not self.silent:
             sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
+            if text and sys.stdout.isatty():
+                self.console.line_open = not text.endswith("\n")
 
     def _method(self, name: str) -> None:
         """Take another method, with the last value of /budget."""

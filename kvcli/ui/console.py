@@ -459,6 +459,8 @@ class RunConsole(Observer):
         self._sink = sink
         self._quiet = quiet
         self._text_on_screen = text_on_screen
+        self.line_open = False
+        """Whether text on the screen has not ended its line: a note begins a new one."""
         self._progress: Bars | None = None
         self._document = ""
         self._waiting: list[tuple[int, str | None]] | None = [] if text_on_screen and prompts > 1 else None
@@ -505,6 +507,7 @@ class RunConsole(Observer):
             return
         if self._text_on_screen:
             self.stage_done()
+            self.line_open = not piece.endswith("\n") if piece else self.line_open
         if self._sink is not None:
             self._sink.text(sequence, piece)
 
@@ -528,13 +531,18 @@ class RunConsole(Observer):
     def notice(self, message: str) -> None:
         """Show a note above the bar."""
         if not self._quiet:
+            self._end_line()
             print_note(message, self._console)
 
     def failure(self, message: str) -> None:
         """Show it as a note, even in a quiet run, and not at the end of a line of text that still grows."""
-        if self._text_on_screen:
-            self._console.print()
+        self._end_line()
         print_note(message, self._console)
+
+    def _end_line(self) -> None:
+        if self.line_open:
+            self._console.print()
+            self.line_open = False
 
     def step(self, done: int, total: int) -> None:
         """Show the decode steps as a bar if no text shows them."""

@@ -234,7 +234,9 @@ def test_the_first_token_has_both_of_its_times():
 @pytest.mark.parametrize("text_on_screen", [True, False])
 def test_a_quiet_run_still_says_what_was_not_done(text_on_screen):
     console = screen()
-    shown.RunConsole(Sink(), True, text_on_screen, console).failure("kept: not written, No space left on device")
+    watcher = shown.RunConsole(Sink(), True, text_on_screen, console)
+    watcher.text(0, "The")
+    watcher.failure("kept: not written, No space left on device")
     assert console.file.getvalue() == "\n" * text_on_screen + "kvcli: kept: not written, No space left on device\n"
 
 
@@ -301,3 +303,15 @@ def test_what_others_wrote_is_escaped_in_a_result_and_its_colours_are_not(monkey
     assert visible(text + text) == text + text
     assert visible(text + "\x1b[1mb") == text.replace("\x1b", "\\x1b") + "\\x1b[1mb"
     assert visible(rendered(Text("a\x1b", style="bold"), to_file=True)) == "a\\x1b\n"
+
+
+def test_a_note_begins_a_line_of_its_own_within_a_text():
+    console = screen()
+    watcher = shown.RunConsole(None, False, text_on_screen=True, console=console)
+    watcher.notice("before")
+    watcher.text(0, "The")
+    watcher.notice("compiling")
+    watcher.notice("compiled")
+    watcher.text(0, " end.\n")
+    watcher.notice("after")
+    assert lines(console) == ["kvcli: before", "", "kvcli: compiling", "kvcli: compiled", "kvcli: after"]
