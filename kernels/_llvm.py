@@ -1,4 +1,4 @@
-"""LLVM instructions for CPU loops: prefetching, vectors of numbers, comparisons by masks, e^x, and look-up tables.
+"""LLVM instructions for CPU loops: prefetching, vectors of numbers, bits of masks, e^x, and look-up tables.
 
 A processor prefetches contiguous data, though not as far ahead as memory would allow; for scattered rows it waits for
 each. A hint some rows ahead brings the next ones meanwhile, and changes nothing else.
@@ -6,7 +6,6 @@ each. A hint some rows ahead brings the next ones meanwhile, and changes nothing
 
 from __future__ import annotations
 
-import operator
 from functools import cache, partial
 from typing import Any
 
@@ -110,23 +109,6 @@ def all_of(builder: Any, number: Any, count: int) -> Any:
     return lanes(builder, (one, one), [0] * count)
 
 
-def _comparing(sign: str) -> Any:
-    @intrinsic
-    def mask(_: Any, values: Any, first: Any, bound: Any) -> Any:  # noqa: ARG001
-        """Compare a LOT of a flat array with the bound."""
-        from llvmlite import ir
-        from numba import types
-
-        def compare(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            numbers = FlatArrays(context, builder, signature, given).load(0, LOT)
-            compared = builder.icmp_signed if values.dtype.signed else builder.icmp_unsigned
-            return builder.bitcast(compared(sign, numbers, all_of(builder, given[2], LOT)), ir.IntType(LOT))
-
-        return types.uint64(values, first, values.dtype), compare
-
-    return mask
-
-
 @intrinsic
 def ones(_: Any, mask: Any) -> Any:
     """Count the set bits."""
@@ -148,24 +130,6 @@ def first_one(_: Any, mask: Any) -> Any:
         return builder.cttz(given[0], ir.IntType(1)(1))
 
     return types.int64(mask), find
-
-
-def _flagging(of_lot: Any, holds: Any) -> Any:
-    @inlined
-    def flags(keys: Any, j: int, bound: int) -> Any:
-        """Flag those of a LOT of keys, whole numbers, from j on for which it holds."""
-        if len(keys) - j >= LOT:
-            return of_lot(keys, np.uint64(j), bound)
-        mask = np.uint64(0)
-        for i in range(len(keys) - j):
-            mask |= np.uint64(holds(keys[np.uint64(j + i)], bound)) << np.uint64(i)
-        return mask
-
-    return flags
-
-
-at_least, above = _flagging(_comparing(">="), operator.ge), _flagging(_comparing(">"), operator.gt)
-"""Mask the keys, of a LOT from j on, that are not below a bound, or that exceed it: flags(keys, j, bound)."""
 
 
 @inlined

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.kernels._llvm import LOT, above, at_least, first_one, ones, without_first
+from kvcli.kernels._llvm import LOT, first_one, ones, without_first
 from kvcli.kernels._numba import compiled, inlined, prange, run, serves
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 from kvcli.kernels.page_table import (
@@ -179,6 +179,24 @@ KEY = 64  # numbers that a score is computed from, about
 LOOKS = 4  # cost of selecting from a score, in numbers read
 
 _NO_NAMES = np.empty((0, 0), np.int64)
+
+
+@inlined
+def at_least(keys: Any, j: int, bound: int) -> Any:
+    """Flag those of a LOT of keys from j on that are not below a bound: compiled to a comparison of registers."""
+    mask = np.uint64(0)
+    for i in range(min(LOT, len(keys) - j)):
+        mask |= np.uint64(keys[np.uint64(j + i)] >= bound) << np.uint64(i)
+    return mask
+
+
+@inlined
+def above(keys: Any, j: int, bound: int) -> Any:
+    """Flag those that exceed a bound."""
+    mask = np.uint64(0)
+    for i in range(min(LOT, len(keys) - j)):
+        mask |= np.uint64(keys[np.uint64(j + i)] > bound) << np.uint64(i)
+    return mask
 
 
 @inlined

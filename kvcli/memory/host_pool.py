@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels._llvm import AHEAD, prefetch
-from kvcli.kernels._numba import compiled, flat, prange, run, serves
+from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels.quant import TOKENS, BlockFormat, channel_sizes
 from kvcli.kernels.recall import HostLayout
 from kvcli.memory.disk_blocks import DiskBlocks
@@ -37,12 +36,10 @@ PIECE = 1 << 13  # numbers per thread at once, in whole rows
 
 
 @compiled
-def _scatter(blocks: Any, held: Any, rows: Any, k: Any, v: Any, places: Any, at_once: int) -> None:
+def _scatter(blocks: Any, rows: Any, k: Any, v: Any, places: Any, at_once: int) -> None:
     half = len(k[0])
     for piece in prange((len(rows) + at_once - 1) // at_once):
         for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
-            if i + AHEAD < len(rows):
-                prefetch(held, rows[i + AHEAD] * len(blocks[0]), len(blocks[0]))
             source, key, value = blocks[rows[i]], k[places[i]], v[places[i]]
             for c in range(half):
                 key[c] = source[c]
@@ -50,12 +47,10 @@ def _scatter(blocks: Any, held: Any, rows: Any, k: Any, v: Any, places: Any, at_
 
 
 @compiled
-def _scatter_whole(blocks: Any, held: Any, rows: Any, into: Any, places: Any, at_once: int) -> None:
+def _scatter_whole(blocks: Any, rows: Any, into: Any, places: Any, at_once: int) -> None:
     half = len(into[0]) // 2
     for piece in prange((len(rows) + at_once - 1) // at_once):
         for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
-            if i + AHEAD < len(rows):
-                prefetch(held, rows[i + AHEAD] * len(blocks[0]), len(blocks[0]))
             source, target = blocks[rows[i]], into[places[i]]
             for c in range(half):  # two at once: a single copy would become a library call, slow for short rows
                 target[c] = source[c]
@@ -74,11 +69,11 @@ def scatter_cpu(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tens
     if not suits(blocks, k, v):
         return False
     at_once, numbers = max(1, PIECE // blocks.shape[1]), rows.shape[0] * blocks.shape[1]
-    held, (rows, places) = (blocks, flat(blocks)), (rows.contiguous(), places.contiguous())
+    rows, places = rows.contiguous(), places.contiguous()
     if blocks.shape[1] > k.shape[1]:
-        run(_scatter, numbers, *held, rows, k, v, places, at_once)
+        run(_scatter, numbers, blocks, rows, k, v, places, at_once)
     else:
-        run(_scatter_whole, numbers, *held, rows, k, places, at_once)
+        run(_scatter_whole, numbers, blocks, rows, k, places, at_once)
     return True
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvcli.kernels import _numba
-from kvcli.kernels._llvm import LOT, above, at_least, first_one, ones, without_first
+from kvcli.kernels._llvm import LOT, first_one, ones, without_first
+from kvcli.kernels.topk import above, at_least
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 
