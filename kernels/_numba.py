@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,10 +86,13 @@ if numba is not None:
     numba.core.event.register("numba:compile", compiling)  # type: ignore[no-untyped-call]
 
 
-def kept_in() -> str:
-    """Name the directory that keeps compiled loops: NUMBA_CACHE_DIR, beside the sources, or the user's cache."""
-    probe = compiled(lambda x: x)
-    return str(getattr(probe.stats, "cache_path", None) or "this process alone")
+def kept_in() -> Path | None:
+    """Return the directory that keeps compiled loops: NUMBA_CACHE_DIR, beside the sources, or the user's cache.
+
+    None if no process keeps them for another, or if there are none.
+    """
+    path = None if numba is None else getattr(compiled(lambda x: x).stats, "cache_path", None)
+    return None if path is None else Path(path)
 
 
 def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:

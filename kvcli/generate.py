@@ -11,6 +11,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from kvcli.capacity.ahead import forget_host_memory
+from kvcli.capacity.rehearsal import rehearse
 from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
 from kvcli.memory.disk_tier import DiskError, DiskTier
@@ -162,6 +163,7 @@ class Generation:
         check(request, checkpoint, prompts, observer, loaded=loaded is not None, disk=disk)
         pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
         kept = begin_to_keep(request, checkpoint, prompts, pipeline)
+        rehearse(request.profile, checkpoint, max(len(prompt.ids) for prompt in prompts), observer.notice)
         if loaded is None:
             begin_to_pin(request, checkpoint, prompts, disk)
             loaded = checkpoint.load()

@@ -26,6 +26,7 @@ from kvcli.inputs.options import (
 from kvcli.inputs.profiles import Profile, profile_notices, reference_profile, resolve_profile, verifying_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.disk_tier import DiskTier
+from kvcli.models.geometry import rotates_by_length
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.checkpoint.kept_run import Asked, KeptRun
 from kvcli.runtime.pipeline import Pipeline
@@ -140,7 +141,13 @@ def check(
         *profile_notices(request.profile, checkpoint, shortest),
     ]:
         observer.notice(notice)
-    beyond = checkpoint.geometry.beyond_positions(max(capacities(request, prompts)), checkpoint.name)
+    longest = max(capacities(request, prompts))
+    if rotates_by_length(checkpoint.config, shortest, longest):
+        observer.notice(
+            f"this model's rotary frequencies follow the length: all tokens have those of {longest:,}, "
+            "the prompt and --max-tokens"
+        )
+    beyond = checkpoint.geometry.beyond_positions(longest, checkpoint.name)
     if beyond is not None and not memory.reads_by_windows(request.profile, checkpoint):
         observer.notice(f"{beyond}: the text may be poor")
 

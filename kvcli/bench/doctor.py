@@ -114,7 +114,7 @@ def warm(observer: Observer) -> Check:
         gated_with(weight, weight)(x)
     compiled, taken = compiling.seconds - before, time.perf_counter() - started
     found = f"compiled in {compiled:.0f} of {taken:.0f} s" if compiled else "cached by an earlier run"
-    return Check("loops", CheckState.OK, f"{found}, in {kept_in()}")
+    return Check("loops", CheckState.OK, f"{found}, in {kept_in() or 'this process alone'}")
 
 
 def usable(checks: list[Check]) -> bool:

@@ -175,6 +175,18 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return limit
 
 
+def rotates_by_length(config: PreTrainedConfig, shorter: int, longer: int) -> bool:
+    """Tell whether a model chooses other rotary frequencies for the longer sequence (dynamic and longrope scaling)."""
+    text = config.get_text_config(decoder=True)
+    found = getattr(text, "rope_parameters", None) or {}
+    for form in [each for each in found.values() if isinstance(each, dict)] or [found]:
+        original = form.get("original_max_position_embeddings") or text.max_position_embeddings
+        kind = form.get("rope_type")
+        if (kind == "dynamic" and longer > original) or (kind == "longrope" and shorter <= original < longer):
+            return True
+    return False
+
+
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the attention modules of a loaded model, in the order of `ModelGeometry.layers`."""
     return [model.get_submodule(layer.attention) for layer in geometry_of_model(model).decoder if layer.attention]

@@ -7,6 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcli.memory.state import Settled
 
+_TEXT = "<|message|>"
+_MARKS = ("<|start|>", "<|channel|>", _TEXT)
+"""Special tokens of the Harmony format: before a message's author, before its channel, before its text."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -17,9 +20,12 @@ class StreamingDetokenizer:
     become a stop string, is held back. New tokens are decoded together with the few before them, because the spelling
     of a token can depend on its left neighbour (the space that begins a word). The stream of the tokenizers library
     (`DecodeStream`) serves only its own tokenizers, and never releases an incomplete end.
+
+    Models of the Harmony format (gpt-oss) answer in several messages: each begins with the name of its channel in
+    brackets, on a line of its own.
     """
 
-    not_state: ClassVar[tuple[str, ...]] = ("tokenizer", "_skipped")
+    not_state: ClassVar[tuple[str, ...]] = ("tokenizer", "_skipped", "_marks")
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
@@ -29,10 +35,18 @@ class StreamingDetokenizer:
         self._ids: list[int] = []
         self._context = self._decoded = 0  # ids[context:decoded] are the left neighbours of what is not decoded yet
         self._skipped: dict[int, bool] = {}  # by token: special, with no text
+        special = tokenizer.get_added_vocab()
+        self._marks = {special[mark]: mark for mark in _MARKS} if special.keys() >= {*_MARKS} else {}
+        self._header: list[int] | None = None  # the tokens of a message's header, until its text begins
 
     def push(self, token: int) -> str:
         """Add a token; return the piece of text that is now certain. Sets `stopped` at a stop string."""
+        if token in self._marks:
+            return self._pass_mark(self._marks[token])
         if self._skips(token):
+            return ""
+        if self._header is not None:
+            self._header.append(token)
             return ""
         self._ids.append(token)
         piece = self._new_text()
@@ -59,6 +73,17 @@ class StreamingDetokenizer:
     def settled(self) -> list[Settled]:
         """List what no later token changes: tokens are only added."""
         return [Settled(self._ids, 0, len(self._ids))]
+
+    def _pass_mark(self, mark: str) -> str:
+        """Pass a mark of a message; where its text begins, release what came before and name the channel."""
+        if mark != _TEXT:
+            self._header = []
+            return ""
+        before = self.finish()
+        self._context = self._decoded
+        channel, self._header = self.tokenizer.decode(self._header or []).strip(), None
+        self._held = "\n\n" * bool(self.text) + f"[{channel}]\n" * bool(channel)
+        return before + self._release(len(self._held))
 
     def _skips(self, token: int) -> bool:
         """Tell whether a token is left out as special: it is no neighbour of the text around it."""

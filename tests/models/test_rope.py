@@ -5,11 +5,11 @@ from families import (
     VOCAB,
     tiny_model,
 )
-from rope_models import CONFIGS, model_of
+from rope_models import CONFIGS, SHORT, model_of
 from transformers import AttentionInterface
 
 from kvcli.kernels import _numba
-from kvcli.models.geometry import attention_modules
+from kvcli.models.geometry import attention_modules, rotates_by_length
 from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Frequencies, Rope, RopeTable, installed
 
@@ -234,3 +234,14 @@ def test_the_rotation_on_average_is_the_mean_of_rotations(name):
         for length in (97, 140):  # of which positions may be beyond the end
             found = rope.rotary(length)[0].rotate_on_average(x, torch.arange(90, 130))
             assert torch.allclose(found, each.mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("dynamic", (SHORT - 8, SHORT + 8)), ("longrope", (SHORT, SHORT + 1))])
+def test_it_is_known_where_frequencies_follow_the_length(name, lengths):
+    shorter, longer = lengths
+    assert rotates_by_length(CONFIGS[name](), shorter, longer)
+    assert not rotates_by_length(CONFIGS[name](), shorter - 8, SHORT)
+    assert not rotates_by_length(CONFIGS["yarn"](), shorter, longer)
+    model = model_of(name)
+    with installed(model, [shorter, longer]) as rope:
+        assert not rope.alike(shorter, longer)

@@ -5,6 +5,7 @@ from families import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from kvcli.quality.eval.final_answer import final_letter
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 
 TEXTS = [
@@ -110,3 +111,16 @@ def test_a_space_after_a_special_token_is_kept():
     ids = tokenizer.convert_tokens_to_ids(["▁the", "of", "<|end|>", "▁and", "<|end|>", "<|user|>", "▁in"])
     out = StreamingDetokenizer(tokenizer)
     assert [out.push(token) for token in ids] == ["the", "of", "", " and", "", "", " in"]
+
+
+def test_messages_of_an_answer_in_channels_are_told_apart():
+    tokenizer = tiny_tokenizer()
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    thought = "<|channel|>analysis<|message|>the quick fox<|end|><|start|>assistant"
+    out, pieces = stream(tokenizer, f"{thought}<|channel|>final<|message|>the dog ate<|return|>", stop=("ate it",))
+    assert out.text == "[analysis]\nthe quick fox\n\n[final]\nthe dog ate"
+    assert "[final]" in "".join(pieces)
+    assert final_letter(out.text + ". The answer is B", "B") == 1
+    without_marks, _ = stream(tiny_tokenizer(), "the quick fox")
+    assert without_marks.text == "the quick fox"

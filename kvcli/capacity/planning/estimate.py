@@ -15,7 +15,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedConfig
 
-from kvcli.capacity.planning.probe import PROMPT, Probe, probe, shortened
+from kvcli.capacity.planning.probe import PROMPT, Probe, few_layers, kinds_of, probe
 from kvcli.capacity.roofline import PHASES, MachineRates, Work, layer_work, least_seconds, step_work
 from kvcli.inputs.profiles import Profile
 from kvcli.memory.tiers import Footprint
@@ -24,9 +24,6 @@ from kvcli.models.devices import Place, Placement
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.models.loading import describe
 from kvcli.models.weights import ON_LOADING, WeightForm
-
-# Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two.
-_TRIED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -190,40 +187,20 @@ def _attention_operations(layer: LayerGeometry, method: AnyMethod, length: int) 
 
 
 def _try(subject: PlannedRun, machine: Machine, profile: Profile, context: int, batch: int) -> Probe | None:
-    """Run as many layers, at as long a context, as takes a few seconds; None if memory does not hold them."""
-    geometry, parts, dense = subject.geometry, subject.geometry.parts, profile.settings.leading_dense_layers
-    layer_bytes = (parts.projections + parts.mlp + parts.experts) // geometry.depth
-    widest = max(layer.token_size for layer in geometry.layers)
-    token_bytes = widest * subject.dtype.itemsize * batch
-    kinds = _kinds(geometry, dense)
-    fewest = 1 + max(kinds.index(kind) for kind in set(kinds))  # at least one of each kind, and all layers before it
-    ample = (
-        2 * getattr(profile.settings, "budget", 0) + 1024
-    )  # tokens, more than the budget, so that there is something to select
-    length = min(context, max(ample, (_TRIED_BYTES // fewest - layer_bytes) // token_bytes))
-    layers = min(len(kinds), max(fewest, _TRIED_BYTES // (layer_bytes + length * token_bytes)))
-    if 2 * layers * (layer_bytes + length * token_bytes) > min(machine.free.values()):
+    """Run a few layers; None if memory does not hold them."""
+    model = subject.config, subject.geometry, subject.dtype
+    found = few_layers(*model, profile, context, batch, machine.free)
+    if found is None:
         return None
-    config = shortened(subject.config, layers, subject.dtype.itemsize)
-    return probe(profile, config, subject.dtype, machine.device, length, batch, geometry.form)
-
-
-def _kinds(geometry: ModelGeometry, dense: int) -> list[str]:
-    """Name the kind of each decoder layer: the way in which it attends, and whether it keeps a state."""
-    layers = iter(geometry.layers)
-    return [f"{_kind(next(layers), dense) if each.attention else ''} {each.state is None}" for each in geometry.decoder]
-
-
-def _kind(layer: LayerGeometry, dense: int) -> str:
-    """Name the way in which a layer attends."""
-    return "sliding" if layer.window is not None else "dense" if layer.index < dense else "retrieval"
+    config, length = found
+    return probe(profile, config, subject.dtype, machine.device, length, batch, subject.geometry.form)
 
 
 def _step(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMethod, context: int, batch: int) -> float:
     """Extrapolate a step: layers take the time of their kind, and additional KV the time of reading it."""
     geometry, dense = subject.geometry, method.config.leading_dense_layers
     taken: defaultdict[str, list[float]] = defaultdict(list)
-    for kind, seconds in zip(_kinds(tried.geometry, dense), tried.layers, strict=True):
+    for kind, seconds in zip(kinds_of(tried.geometry, dense), tried.layers, strict=True):
         taken[kind].append(seconds)
 
     def moving(layer: LayerGeometry, length: int) -> float:
@@ -233,7 +210,7 @@ def _step(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMet
 
     beyond = sum(moving(layer, context + 1) - moving(layer, tried.length + 1) for layer in geometry.layers)
     head = (geometry.parts.head - tried.geometry.parts.head) / rates.read.median
-    return tried.rest + head + sum(fmean(taken[kind]) for kind in _kinds(geometry, dense)) + batch * beyond
+    return tried.rest + head + sum(fmean(taken[kind]) for kind in kinds_of(geometry, dense)) + batch * beyond
 
 
 def _prefill(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMethod, context: int) -> float:

@@ -5,10 +5,12 @@ one step to the next. With random weights they turn completely, so that methods 
 most of it: their worst case.
 """
 
+from __future__ import annotations
+
 import copy
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,9 @@ from kvcli.models.weights import WeightForm, settle
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
+
+TRIED_BYTES = 512 << 20
+"""Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two."""
 
 WARMUP, STEPS = 2, 32
 SECONDS = 2.0  # after which no further step is begun once there are a few
@@ -77,6 +82,74 @@ def shortened(config: PreTrainedConfig, layers: int, itemsize: int) -> PreTraine
     return config
 
 
+def few_layers(
+    config: PreTrainedConfig,
+    geometry: ModelGeometry,
+    dtype: torch.dtype,
+    profile: Profile,
+    context: int,
+    batch: int,
+    free: Mapping[str, int],
+) -> tuple[PreTrainedConfig, int] | None:
+    """Return the config of as many layers, and as long a context up to `context`, as take a few seconds.
+
+    The layers are of every kind that the model has. None if they exceed the `free` bytes of a pool of memory.
+    """
+    parts, kinds = geometry.parts, kinds_of(geometry, profile.settings.leading_dense_layers)
+    layer_bytes = (parts.projections + parts.mlp + parts.experts) // geometry.depth
+    widest = max(layer.token_size for layer in geometry.layers)
+    token_bytes = widest * dtype.itemsize * batch
+    fewest = 1 + max(kinds.index(kind) for kind in set(kinds))  # at least one of each kind, and all layers before it
+    ample = (
+        2 * getattr(profile.settings, "budget", 0) + 1024
+    )  # tokens, more than the budget, so that there is something to select
+    length = min(context, max(ample, (TRIED_BYTES // fewest - layer_bytes) // token_bytes))
+    layers = min(len(kinds), max(fewest, TRIED_BYTES // (layer_bytes + length * token_bytes)))
+    if 2 * layers * (layer_bytes + length * token_bytes) > min(free.values()):
+        return None
+    return shortened(config, layers, dtype.itemsize), length
+
+
+def kinds_of(geometry: ModelGeometry, dense: int) -> list[str]:
+    """Name the kind of each decoder layer: the way in which it attends, and whether it keeps a state."""
+    layers = iter(geometry.layers)
+    return [f"{_kind(next(layers), dense) if each.attention else ''} {each.state is None}" for each in geometry.decoder]
+
+
+def _kind(layer: LayerGeometry, dense: int) -> str:
+    """Name the way in which a layer attends."""
+    return "sliding" if layer.window is not None else "dense" if layer.index < dense else "retrieval"
+
+
+@contextmanager
+def on_noise(
+    profile: Profile,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
+    sampling: Sampling,
+    batch: int = 1,
+    form: WeightForm | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[Engine, list[RunningSequence], RandomKV]]:
+    """Yield an engine of the model of `config` and `batch` sequences of `length` tokens of random KV, to be decoded.
+
+    Its random weights are in `dtype`, or made in a `form` or in one like it.
+    """
+    form = None if form is None or form.widened else form.made
+    geometry = geometry_of(config, dtype, form)
+    module = random_model(config, dtype, device, form).requires_grad_(False).train(False)
+    settle(module, dtype)
+    model = Model(module, WordlessTokenizer(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
+    with engine(model, [length + sampling.max_tokens, PROMPT], notice) as ready:
+        make = partial(get_method(profile.method), profile.settings, geometry.layers)  # nothing is known of the model
+        methods = [make(ready.context(length, sampling.max_tokens)) for _ in range(batch)]
+        noise = RandomKV(0, device, dtype)
+        noise.fill(methods, geometry.layers, length)
+        yield ready, [ready.sequence(method, sampling, first_token=1) for method in methods], noise
+
+
 def probe(
     profile: Profile,
     config: PreTrainedConfig,
@@ -86,34 +159,21 @@ def probe(
     batch: int,
     form: WeightForm | None = None,
 ) -> Probe:
-    """Run decode steps of `batch` sequences of `length` tokens through the model of `config`, and one prefill.
-
-    Its weights are in `dtype`, or made in a `form` or in one like it.
-    """
-    form = None if form is None or form.widened else form.made
-    geometry = geometry_of(config, dtype, form)
+    """Run decode steps of `batch` sequences of `length` tokens through the model of `config`, and one prefill."""
     sampling = Sampling(max_tokens=WARMUP + STEPS + 1, ignore_eos=True)
-    capacity = length + sampling.max_tokens
-    module = random_model(config, dtype, device, form).requires_grad_(False).train(False)
-    settle(module, dtype)
-    model = Model(module, WordlessTokenizer(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
-    with engine(model, [capacity, PROMPT]) as ready:
+    with on_noise(profile, config, dtype, device, length, sampling, batch, form) as (ready, sequences, noise):
         begun = _now(device)
         ready.prefill_into([1] * PROMPT, _NoConsumer())
-        taken = (_now(device) - begun) / geometry.depth
-        make = partial(get_method(profile.method), profile.settings, geometry.layers)  # nothing is known of the model
-        methods = [make(ready.context(length, sampling.max_tokens)) for _ in range(batch)]
-        noise = RandomKV(0, device, dtype)
-        noise.fill(methods, geometry.layers, length)
-        sequences = [ready.sequence(method, sampling, first_token=1) for method in methods]
+        taken = (_now(device) - begun) / ready.depth
         _settle_allocator(device)
-        with _clocked(module, device) as moments:
+        with _clocked(ready.model.module, device) as moments:
             layers, rest = _decode(ready, sequences, moments)
     caches = [sequence.counters.cache() for sequence in sequences]
     requested = sum(cache.pages_requested for cache in caches)
     missed = sum(cache.misses for cache in caches) / requested if requested else None
-    last = geometry.layers[-1]
-    return Probe(geometry, length, layers, rest, taken, missed, _attention_rate(noise, last, length, device))
+    geometry = ready.model.geometry
+    rate = _attention_rate(noise, geometry.layers[-1], length, device)
+    return Probe(geometry, length, layers, rest, taken, missed, rate)
 
 
 def _settle_allocator(device: torch.device) -> None:
@@ -214,6 +274,10 @@ class WordlessTokenizer:
     def decode(self, *_: Any, **__: Any) -> str:
         """Return no text."""
         return ""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Return no special tokens."""
+        return {}
 
     def __call__(self, *_: Any, **__: Any) -> dict[str, list[int]]:
         """Return no tokens."""

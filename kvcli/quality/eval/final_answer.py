@@ -1,7 +1,7 @@
 r"""Score the final answer of a text that reasons: 1 if it is right, else 0, also without an answer.
 
 The answer is the content of the last complete \boxed{...}, or else the rest of the line after the last "answer". If
-thoughts are in tags, only the text after them counts.
+thoughts are in tags or in another channel, only the text after them counts.
 """
 
 import logging
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_THOUGHT = "</think>"
+_THOUGHTS = ("</think>", "[final]\n")  # a tag, and the channel of an answer, see `StreamingDetokenizer`
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is part of the answer
 _SAID = re.compile(r"\banswer\b(?:\s+is\b)?[\s:*]*", re.IGNORECASE)
 _NUMBER = re.compile(r"(?:(?<!\w)-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?![0-9])")
@@ -87,7 +87,9 @@ def final_letter(text: str, reference: str) -> float:
 
 
 def _after_thoughts(text: str) -> str:
-    return text.rpartition(_THOUGHT)[2]
+    for end in _THOUGHTS:
+        text = text.rpartition(end)[2]
+    return text
 
 
 def _as_formula(latex: str) -> str:

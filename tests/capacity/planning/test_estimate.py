@@ -87,7 +87,7 @@ def test_what_is_too_long_to_try_is_tried_shorter_and_carried_on(monkeypatch):
         return probe.Probe(geometry, length, layers, 0.5, 0.125, None, 1e6)
 
     monkeypatch.setattr(estimate, "probe", stub)
-    monkeypatch.setattr(estimate, "_TRIED_BYTES", 1 << 20)
+    monkeypatch.setattr(probe, "TRIED_BYTES", 1 << 20)
     token = 2 * 2 * 16 * 4  # bytes of KV in a layer
     times = estimated("full", 100_000, batch=2)
     ((layers, length, batch),) = seen
@@ -107,7 +107,7 @@ def test_layers_take_what_those_of_their_kind_took(monkeypatch):
         return probe.Probe(geometry, length, [3.0, 1.0][: len(geometry.layers)], 0.0, 0.0, None, 1e9)
 
     monkeypatch.setattr(estimate, "probe", stub)
-    monkeypatch.setattr(estimate, "_TRIED_BYTES", 1)
+    monkeypatch.setattr(probe, "TRIED_BYTES", 1)
     times = estimated("freekv", 100)
     assert times.tried == 2
     assert times.step == pytest.approx(3 + 1 + 1 + 1)  # the first is dense

@@ -1,0 +1,85 @@
+"""Loops are compiled before a run, once on a machine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from families import tiny_config, tiny_tokenizer
+
+from kvcli.capacity import rehearsal
+from kvcli.inputs.profiles import resolve_profile
+from kvcli.kernels import _numba
+from kvcli.methods import get_method, method_names
+from kvcli.models.loading import ModelSpec, open_checkpoint
+from kvcli.runtime.decode import BlockingStepper
+
+pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
+
+CONTEXT = 600
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    directory = tmp_path / "model"
+    tiny_config("llama").save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return open_checkpoint(ModelSpec(name=str(directory), dummy=True, device="cpu", dtype="float32"))
+
+
+@pytest.fixture
+def steps(monkeypatch, tmp_path):
+    taken, step = [], BlockingStepper.step
+    monkeypatch.setattr(rehearsal, "kept_in", lambda: tmp_path)
+    monkeypatch.setattr(rehearsal, "LEAST", 1)
+    monkeypatch.setattr(BlockingStepper, "step", lambda self, batch: taken.append(len(batch)) or step(self, batch))
+    return taken
+
+
+def profile(method, budget=64):
+    wanted = {"budget": budget, "sink": 8, "window": 8, "page_size": 8, "chunk": 4, "rank": 12, "outliers": 2}
+    wanted |= {"local": 1, "prefill_window": 20}
+    fields = get_method(method).Config.model_fields
+    return resolve_profile(method, overrides={key: value for key, value in wanted.items() if key in fields})
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_a_run_of_any_method_is_rehearsed_once(method, checkpoint, steps, tmp_path):
+    rehearsal.rehearse(profile(method), checkpoint, CONTEXT, pytest.fail)
+    assert sum(steps) >= 2
+    assert len([*tmp_path.glob("rehearsed-*")]) == 1
+    del steps[:]
+    rehearsal.rehearse(profile(method), checkpoint, CONTEXT + 1, pytest.fail)
+    assert not steps
+
+
+def test_another_run_is_rehearsed_by_itself(checkpoint, steps):
+    for chosen, context in ((profile("quest"), CONTEXT), (profile("quest", 80), CONTEXT), (profile("quest"), 2000)):
+        del steps[:]
+        rehearsal.rehearse(chosen, checkpoint, context, pytest.fail)
+        assert steps
+
+
+def test_nothing_is_rehearsed_where_no_loop_serves_or_nothing_keeps_it(checkpoint, steps, monkeypatch):
+    monkeypatch.setattr(rehearsal, "kept_in", lambda: None)
+    rehearsal.rehearse(profile("quest"), checkpoint, CONTEXT, pytest.fail)
+    monkeypatch.undo()
+    rehearsal.rehearse(profile("quest"), checkpoint, 30, pytest.fail)
+    assert not steps
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["full", "freekv"])
+def test_no_step_of_the_first_run_waits_for_loops(method, tmp_path):
+    command = [sys.executable, "-m", "kvcli", "generate", "examples/needle-4k.txt", "--method", method, "--json"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "8"],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("compiling loops for this processor") == 1
+    timing = json.loads(done.stdout)["sequences"][0]["timing"]
+    assert timing["compile_ms"] == 0
