@@ -22,19 +22,23 @@ __all__ = ["Answer", "KvcliError", "LanguageModel", "__version__", "load", "regi
 __version__ = "0.1.0"
 
 
+_LOADED = 0.6
+"""Threads that wanted a core in the last minute, on average, from which on one is taken for good."""
+
+
 def _spins() -> str:
     """Return how often a waiting thread of OpenMP looks before it sleeps.
 
-    By default threads look for milliseconds. Where other programs want the cores, threads with work then wait for
-    threads without, and a step was 20 times slower. Where cores are free, sleeping soon makes short steps slower.
+    By default threads look for milliseconds. Where another program wants a core, threads with work then wait for
+    threads without, and a step was ten times slower beside a single one. Where all cores are free, sleeping soon makes
+    short steps slower, by a sixth with the larger number; a program may still come later.
     """
-    cores = os.cpu_count() or 1
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1  # besides this thread
-        taken = running >= cores and os.getloadavg()[0] >= cores
+        taken = running > 0 and os.getloadavg()[0] > _LOADED  # not by something that passes
     except (OSError, ValueError, IndexError):
         taken = False
-    return "1000" if taken else "100000"
+    return "1000" if taken else "10000"
 
 
 # The library reads it as it is loaded, with torch. With OMP_WAIT_POLICY the user has decided.
