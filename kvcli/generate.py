@@ -11,7 +11,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from kvcli.capacity.ahead import forget_host_memory
-from kvcli.capacity.rehearsal import rehearse
+from kvcli.capacity.planning.probe import rehearse
 from kvcli.errors import KvcliError
 from kvcli.inputs.encoding import EncodedPrompt, by_document, encode_all
 from kvcli.memory.disk_tier import DiskError, DiskTier

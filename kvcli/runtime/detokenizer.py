@@ -81,7 +81,7 @@ class StreamingDetokenizer:
             return ""
         before = self.finish()
         self._context = self._decoded
-        channel, self._header = self.tokenizer.decode(self._header or []).strip(), None
+        channel, self._header = str(self.tokenizer.decode(self._header or [])).strip(), None
         self._held = "\n\n" * bool(self.text) + f"[{channel}]\n" * bool(channel)
         return before + self._release(len(self._held))
 

@@ -1,17 +1,22 @@
-"""Time a few layers of a model, run as `generate` runs them: a decode step and a prefill here, without weights.
+"""Run a few layers of a model as `generate` runs them, without weights: to time them, or to compile their loops.
 
 The layers are random, and so is the KV that a method is given: times depend on shapes, and on how far queries turn from
 one step to the next. With random weights they turn completely, so that methods that recall what a query wants recall
 most of it: their worst case.
+
+Which loops a step uses, and for which kinds of numbers, depends on the method, the model and the context. Compiling
+takes ten seconds or so, once on a machine. Without a rehearsal the answer would stop for them after its first word.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +25,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcli.capacity.memory import available
 from kvcli.capacity.roofline import synchronize, timed
 from kvcli.inputs.profiles import Profile
+from kvcli.kernels._numba import LEAST, kept_in
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import both
@@ -31,11 +38,12 @@ from kvcli.methods.contract import AnyMethod
 from kvcli.models.dummy import random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 from kvcli.models.layers import decoder_of
-from kvcli.models.loading import Model
+from kvcli.models.loading import Checkpoint, Model
 from kvcli.models.weights import WeightForm, settle
 from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.telemetry.report import environment
 
 TRIED_BYTES = 512 << 20
 """Weights and KV of the layers that are run: more than any processor cache holds, and drawn in a second or two."""
@@ -174,6 +182,39 @@ def probe(
     geometry = ready.model.geometry
     rate = _attention_rate(noise, geometry.layers[-1], length, device)
     return Probe(geometry, length, layers, rest, taken, missed, rate)
+
+
+# What a rehearsal decodes.
+_REHEARSED = Sampling(max_tokens=4, ignore_eos=True)
+
+
+def rehearse(profile: Profile, checkpoint: Checkpoint, context: int, notice: Callable[[str], None]) -> None:
+    """Compile the loops for sequences of `context` tokens, unless a run like it was rehearsed on this machine before.
+
+    The note of that lies beside the loops. What does not fit into the free memory is compiled in the run itself.
+    """
+    geometry, directory, form = checkpoint.geometry, kept_in(), checkpoint.geometry.form
+    if checkpoint.device.type != "cpu" or checkpoint.placement is not None or directory is None:
+        return
+    profile = profile.for_prompt(context)
+    widest = max((layer.token_size for layer in geometry.layers), default=0)
+    if max(context * widest, geometry.parts.counts.head) < LEAST or not (form is None or form.widened or form.made):
+        return
+    form_name = None if form is None else form.name
+    run = environment(), checkpoint.config.to_json_string(), str(checkpoint.dtype), form_name, profile.hash
+    like = json.dumps([*run, context.bit_length()])  # a loop serves from some number of tokens on
+    note = directory / f"rehearsed-{hashlib.sha256(like.encode()).hexdigest()[:12]}"
+    free = available(checkpoint.place)
+    found = few_layers(checkpoint.config, geometry, checkpoint.dtype, profile, context, 1, free)
+    if note.exists() or found is None:
+        return
+    config, length = found
+    made = config, checkpoint.dtype, checkpoint.device, length, _REHEARSED
+    with on_noise(profile, *made, form=form, notice=notice) as (ready, sequences, _):
+        for _ in ready.decode(sequences):
+            pass
+    with suppress(OSError):
+        note.touch()
 
 
 def _settle_allocator(device: torch.device) -> None:

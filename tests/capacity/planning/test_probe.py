@@ -8,7 +8,7 @@ import sys
 import pytest
 from families import tiny_config, tiny_tokenizer
 
-from kvcli.capacity import rehearsal
+from kvcli.capacity.planning import probe
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels import _numba
 from kvcli.methods import get_method, method_names
@@ -31,8 +31,8 @@ def checkpoint(tmp_path):
 @pytest.fixture
 def steps(monkeypatch, tmp_path):
     taken, step = [], BlockingStepper.step
-    monkeypatch.setattr(rehearsal, "kept_in", lambda: tmp_path)
-    monkeypatch.setattr(rehearsal, "LEAST", 1)
+    monkeypatch.setattr(probe, "kept_in", lambda: tmp_path)
+    monkeypatch.setattr(probe, "LEAST", 1)
     monkeypatch.setattr(BlockingStepper, "step", lambda self, batch: taken.append(len(batch)) or step(self, batch))
     return taken
 
@@ -46,26 +46,26 @@ def profile(method, budget=64):
 
 @pytest.mark.parametrize("method", method_names())
 def test_a_run_of_any_method_is_rehearsed_once(method, checkpoint, steps, tmp_path):
-    rehearsal.rehearse(profile(method), checkpoint, CONTEXT, lambda _: None)
+    probe.rehearse(profile(method), checkpoint, CONTEXT, lambda _: None)
     assert sum(steps) >= 2
     assert len([*tmp_path.glob("rehearsed-*")]) == 1
     del steps[:]
-    rehearsal.rehearse(profile(method), checkpoint, CONTEXT + 1, lambda _: None)
+    probe.rehearse(profile(method), checkpoint, CONTEXT + 1, lambda _: None)
     assert not steps
 
 
 def test_another_run_is_rehearsed_by_itself(checkpoint, steps):
     for chosen, context in ((profile("quest"), CONTEXT), (profile("quest", 80), CONTEXT), (profile("quest"), 2000)):
         del steps[:]
-        rehearsal.rehearse(chosen, checkpoint, context, lambda _: None)
+        probe.rehearse(chosen, checkpoint, context, lambda _: None)
         assert steps
 
 
 def test_nothing_is_rehearsed_where_no_loop_serves_or_nothing_keeps_it(checkpoint, steps, monkeypatch):
-    monkeypatch.setattr(rehearsal, "kept_in", lambda: None)
-    rehearsal.rehearse(profile("quest"), checkpoint, CONTEXT, lambda _: None)
+    monkeypatch.setattr(probe, "kept_in", lambda: None)
+    probe.rehearse(profile("quest"), checkpoint, CONTEXT, lambda _: None)
     monkeypatch.undo()
-    rehearsal.rehearse(profile("quest"), checkpoint, 30, lambda _: None)
+    probe.rehearse(profile("quest"), checkpoint, 30, lambda _: None)
     assert not steps
 
 
