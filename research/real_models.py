@@ -19,9 +19,11 @@ import subprocess
 import sys
 import unicodedata
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -156,51 +158,69 @@ def run(name: str, output: Path) -> None:
             print(f"{name}: {length:,} tokens, budget {budget:,}", flush=True)
             if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
                 sys.exit(code)
-            rows += [row | {"budget": budget} for row in rows_of(json.loads(Path(f"{told}.json").read_text()), files)]
+            found, kept = json.loads(Path(f"{told}.json").read_text()), Path(f"{told}.jsonl").read_text().splitlines()
+            rows += [row | {"budget": budget} for row in rows_of(found, map(json.loads, kept[1:]), files)]
             save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
 
 
-def rows_of(found: dict[str, Any], files: dict[str, Path]) -> Iterator[dict[str, Any]]:
-    """Give what a report says of every method, text by text."""
+def rows_of(found: Any, kept: Iterable[dict[str, Any]], files: dict[str, Path]) -> Iterator[dict[str, Any]]:
+    """Give what a report says of every method, text by text, with the KL of every stretch from its predictions."""
     kinds = {f"fidelity:{path}": kind for kind, path in files.items()}
     methods = {variant["label"]: variant["name"] for variant in found["variants"]}
+    stretches: defaultdict[Any, dict[int, float]] = defaultdict(dict)
+    for each in kept:
+        stretches[each["task"], each["variant"]][each["index"]] = each["kl"]
     for result in found["results"]:
+        of_task = stretches[result["task"], result["variant"]]
         yield {
             "method": methods[result["variant"]],
             "text": kinds[result["task"]],
             "length": result["length"],
             "kl": result["closeness"]["kl"],
+            "kl_by_stretch": [of_task[index] for index in sorted(of_task)],
             "nll_gap": result["closeness"]["nll_gap"],
             "same_top": result["score"],
             "attended": result["cost"]["attended"],
         }
 
 
-def mean(rows: Sequence[dict[str, Any]], figure: str) -> tuple[float, float]:
-    """Average a figure over texts, with the standard error of the mean."""
-    errors = [row[figure]["stderr"] or 0.0 for row in rows]
-    return sum(row[figure]["value"] for row in rows) / len(rows), math.hypot(*errors) / len(rows)
+def of_streaming(rows: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Divide KL by that of `streaming`, stretch by stretch: the geometric mean, and the factor of its standard error.
+
+    Texts differ by a factor of 20 in how much they lose, so that a plain mean is that of the worst one.
+    """
+    mine, theirs = ([kl for row in each for kl in row["kl_by_stretch"]] for each in (rows, base))
+    logs = [math.log(one / other) for one, other in zip(mine, theirs, strict=True)]
+    return math.exp(fmean(logs)), math.exp(stdev(logs) / math.sqrt(len(logs)))
 
 
 def tables(path: Path) -> str:
-    """Make a table for each length: methods by their mean KL over the texts and budgets, in thousandths of a nat."""
+    """Make two tables for each length.
+
+    Methods by their KL as a part of that of `streaming`, at every budget; and at the first budget the KL of every
+    text, in thousandths of a nat, with standard errors, and the tokens attended to.
+    """
     found = json.loads(path.read_text())
-    lines = []
+    texts, lines = list(dict.fromkeys(row["text"] for row in found["rows"])), []
     for length in found["plan"]["lengths"]:
         rows = [row for row in found["rows"] if row["length"] == length]
         budgets = sorted({row["budget"] for row in rows})
         by = {
             (m, b): [r for r in rows if (r["method"], r["budget"]) == (m, b)] for m in methods_in(rows) for b in budgets
         }
-        order = sorted(methods_in(rows), key=lambda method: sum(mean(by[method, b], "kl")[0] for b in budgets))
-        lines += [f"\n{length:,} tokens\n", "| method | " + " | ".join(f"{budget:,}" for budget in budgets) + " |"]
+        parts = {key: of_streaming(each, by["streaming", key[1]]) for key, each in by.items() if key[0] != "full"}
+        order = sorted(dict.fromkeys(m for m, _ in parts), key=lambda m: math.prod(parts[m, b][0] for b in budgets))
+        lines += [f"\n{length:,} tokens: KL, streaming = 1\n", "| method | " + " | ".join(map(str, budgets)) + " |"]
         lines.append("| --- " * (len(budgets) + 1) + "|")
-        for method in order:
-            cells = []
-            for budget in budgets:
-                (kl, error), (top, _) = mean(by[method, budget], "kl"), mean(by[method, budget], "same_top")
-                cells.append(f"{1000 * kl:.1f} ±{1000 * error:.1f}, {top:.1f} %")
-            lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
+        for m in order:
+            cells = ["{:.3f} ×/÷ {:.2f}".format(*parts[m, b]) for b in budgets]
+            lines.append(f"| `{m}` | " + " | ".join(cells) + " |")
+        first = found["plan"]["budgets"][0]
+        lines += [f"\n{length:,} tokens, budget {first}: KL in thousandths of a nat, tokens attended to\n"]
+        lines += ["| method | " + " | ".join([*texts, "attended"]) + " |", "| --- " * (len(texts) + 2) + "|"]
+        for m in order:
+            cells = [f"{1000 * r['kl']['value']:.1f} ±{1000 * (r['kl']['stderr'] or 0):.1f}" for r in by[m, first]]
+            lines.append(f"| `{m}` | " + " | ".join([*cells, f"{by[m, first][0]['attended']:.0f}"]) + " |")
     return "\n".join(lines)
 
 

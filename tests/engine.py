@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcli.conformance.runs import SPARE, NoText, in_memory, run  # noqa: F401 - what tests take from here
+from kvcli.conformance.runs import SPARE, WordlessTokenizer, in_memory, run  # noqa: F401 - what tests take from here
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method
 from kvcli.methods.contract import SequenceContext

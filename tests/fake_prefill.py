@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 import transformers
-from engine import NoText
+from engine import WordlessTokenizer
 from fake_cuda import CUDA, WAITING, CurrentDevice, fake_cuda, parts_on_fake_cuda
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +129,7 @@ class Prefilled:
             decoder = big.model
             decoder.rotary_emb = rope
             geometry = hook.geometry
-            made = Model(big, NoText(), geometry, CUDA, torch.bfloat16, "", "", placement)
+            made = Model(big, WordlessTokenizer(), geometry, CUDA, torch.bfloat16, "", "", placement)
             ready = Engine(made, hook, rope, print)
             self.bytes = DeviceBytes()
             _told(parking.Parking, self.bytes, patch)

@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from kvcli.capacity.planning.probe import WordlessTokenizer
 from kvcli.methods import get_method
 from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import Model
@@ -14,22 +15,10 @@ from kvcli.telemetry.timeline import Timeline
 SPARE = 8  # extra tokens of room, for tests that go on by hand
 
 
-class NoText:
-    """A tokenizer that encodes and decodes nothing."""
-
-    eos_token_id = None
-
-    def decode(self, ids, **_):
-        return ""
-
-    def __call__(self, text, **_):
-        return {"input_ids": []}
-
-
 def in_memory(module: PreTrainedModel) -> Model:
     """Wrap a transformers model as a loaded checkpoint."""
     geometry = geometry_of_model(module)
-    return Model(module, NoText(), geometry, module.device, module.dtype, "tiny", "dummy")
+    return Model(module, WordlessTokenizer(), geometry, module.device, module.dtype, "tiny", "dummy")
 
 
 def run(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from driver import HK, SOFTMAX, H, Stream, layers
-from engine import NoText, in_memory, new_method
+from engine import WordlessTokenizer, in_memory, new_method
 from eviction_oracle import G, Oracle, best, row
 from families import KV_HEADS, LAYERS, VOCAB, tiny_model
 from rope_models import model_of
@@ -66,7 +66,7 @@ def test_every_step_matches_the_oracle(document, changed):
     assert not method.scores, "what the cut needed is gone"
 
 
-class Asks(NoText):
+class Asks(WordlessTokenizer):
     """Spells a request by the lengths of its words."""
 
     def __call__(self, text, **_):

@@ -244,4 +244,4 @@ def test_it_is_known_where_frequencies_follow_the_length(name, lengths):
     assert not rotates_by_length(CONFIGS["yarn"](), shorter, longer)
     model = model_of(name)
     with installed(model, [shorter, longer]) as rope:
-        assert not rope.alike(shorter, longer)
+        assert not rope.alike([shorter, longer])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from engine import NoText
+from engine import WordlessTokenizer
 from families import HEADS, KV_HEADS, LAYERS, VOCAB, tiny_model
 
 from kvcli.inputs.profiles import resolve_profile
@@ -24,7 +24,7 @@ FREEKV = resolve_profile(method="freekv", overrides={**SMALL, "tau": 0.0})
 def loaded(family):
     module = tiny_model(family)
     geometry = geometry_of(module.config, module.dtype)
-    return Model(module, NoText(), geometry, torch.device("cpu"), torch.float32, "tiny", "directory")
+    return Model(module, WordlessTokenizer(), geometry, torch.device("cpu"), torch.float32, "tiny", "directory")
 
 
 def passage(seed=0, prompt=PROMPT, steps=STEPS):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
 
-from kvcli.conformance.runs import NoText, in_memory
+from kvcli.conformance.runs import WordlessTokenizer, in_memory
 from kvcli.inputs.encoding import EncodedPrompt, in_common
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method, method_names
@@ -35,7 +35,7 @@ def profile_of(name, **chosen):
     return Profile(name, name, "", "", config(**{k: v for k, v in chosen.items() if k in config.model_fields}))
 
 
-class Words(NoText):
+class Words(WordlessTokenizer):
     all_special_ids = ()
 
     def __len__(self):
