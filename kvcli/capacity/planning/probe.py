@@ -98,11 +98,14 @@ def few_layers(
     context: int,
     batch: int,
     free: Mapping[str, int],
+    most: int | None = None,
 ) -> tuple[PreTrainedConfig, int] | None:
-    """Return the config of as many layers, and as long a context up to `context`, as take a few seconds.
+    """Return the config of as many layers, and as long a context up to `context`, as `most` bytes hold.
 
-    The layers are of every kind that the model has. None if they exceed the `free` bytes of a pool of memory.
+    By default that is `TRIED_BYTES`. In any case there are layers of every kind that the model has, and more tokens
+    than the budget. None if they exceed the `free` bytes of a pool of memory.
     """
+    most = TRIED_BYTES if most is None else most
     parts, kinds = geometry.parts, kinds_of(geometry, profile.settings.leading_dense_layers)
     layer_bytes = (parts.projections + parts.mlp + parts.experts) // geometry.depth
     widest = max(layer.token_size for layer in geometry.layers)
@@ -111,8 +114,8 @@ def few_layers(
     ample = (
         2 * getattr(profile.settings, "budget", 0) + 1024
     )  # tokens, more than the budget, so that there is something to select
-    length = min(context, max(ample, (TRIED_BYTES // fewest - layer_bytes) // token_bytes))
-    layers = min(len(kinds), max(fewest, TRIED_BYTES // (layer_bytes + length * token_bytes)))
+    length = min(context, max(ample, (most // fewest - layer_bytes) // token_bytes))
+    layers = min(len(kinds), max(fewest, most // (layer_bytes + length * token_bytes)))
     if 2 * layers * (layer_bytes + length * token_bytes) > min(free.values()):
         return None
     return shortened(config, layers, dtype.itemsize), length
@@ -184,7 +187,8 @@ def probe(
     return Probe(geometry, length, layers, rest, taken, missed, rate)
 
 
-# What a rehearsal decodes.
+# What a rehearsal decodes, and the weights and KV that it takes unless a layer of every kind takes more.
+_REHEARSED_BYTES = 32 << 20
 _REHEARSED = Sampling(max_tokens=4, ignore_eos=True)
 
 
@@ -200,16 +204,17 @@ def rehearse(profile: Profile, checkpoint: Checkpoint, context: int, notice: Cal
     widest = max((layer.token_size for layer in geometry.layers), default=0)
     if max(context * widest, geometry.parts.counts.head) < LEAST or not (form is None or form.widened or form.made):
         return
-    form_name = None if form is None else form.name
-    run = environment(), checkpoint.config.to_json_string(), str(checkpoint.dtype), form_name, profile.hash
-    like = json.dumps([*run, context.bit_length()])  # a loop serves from some number of tokens on
-    note = directory / f"rehearsed-{hashlib.sha256(like.encode()).hexdigest()[:12]}"
     free = available(checkpoint.place)
-    found = few_layers(checkpoint.config, geometry, checkpoint.dtype, profile, context, 1, free)
-    if note.exists() or found is None:
+    found = few_layers(checkpoint.config, geometry, checkpoint.dtype, profile, context, 1, free, _REHEARSED_BYTES)
+    if found is None:
         return
     config, length = found
     made = config, checkpoint.dtype, checkpoint.device, length, _REHEARSED
+    run = environment(), config.to_json_string(), str(checkpoint.dtype), form and form.name, profile.hash
+    like = json.dumps([*run, length.bit_length()])  # a loop serves from some number of tokens on
+    note = directory / f"rehearsed-{hashlib.sha256(like.encode()).hexdigest()[:12]}"
+    if note.exists():
+        return
     with on_noise(profile, *made, form=form, notice=notice) as (ready, sequences, _):
         for _ in ready.decode(sequences):
             pass
