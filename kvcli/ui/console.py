@@ -545,10 +545,10 @@ class RunConsole(Observer):
             self.line_open = False
 
     def step(self, done: int, total: int) -> None:
-        """Show the decode steps as a bar if no text shows them."""
+        """Show the decode steps as a bar if no text shows them; a single token comes from the prefill."""
         if done > 1:
             self.release()
-        if self._text_on_screen or self._quiet or not self._console.is_terminal:
+        if total == 1 or self._text_on_screen or self._quiet or not self._console.is_terminal:
             return
         if self._progress is None:
             self.stage("decode", total)

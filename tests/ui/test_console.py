@@ -211,6 +211,16 @@ def test_progress_is_for_terminals():
     assert watch(terminal=True, quiet=True) == ""
 
 
+@pytest.mark.parametrize(("tokens", "seen"), [(1, False), (5, True)])
+def test_a_single_token_needs_no_bar_of_its_own(tokens, seen):
+    console = screen(terminal=True)
+    watcher = shown.RunConsole(Sink(), False, False, console)
+    watcher.stage("prefill", 10)
+    watcher.step(1, tokens)
+    watcher.stage_done()
+    assert ("decode" in console.file.getvalue()) == seen
+
+
 def test_the_prefill_names_its_document_among_several():
     console = screen(terminal=True)
     watcher = shown.RunConsole(Sink(), False, True, console)
