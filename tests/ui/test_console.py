@@ -216,6 +216,7 @@ def test_a_single_token_needs_no_bar_of_its_own(tokens, seen):
     console = screen(terminal=True)
     watcher = shown.RunConsole(Sink(), False, False, console)
     watcher.stage("prefill", 10)
+    watcher.stage_done()
     watcher.step(1, tokens)
     watcher.stage_done()
     assert ("decode" in console.file.getvalue()) == seen
