@@ -267,10 +267,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "packages",
     [
-        pytest.param(("xxhash", "pydantic", "psutil", "transformers", "numba", "rich"), marks=pytest.mark.exhaustive),
-        pytest.param(("pydantic",)),
+        ("xxhash", "pydantic", "psutil", "transformers", "numba", "rich"),
+        ("pydantic",),
     ],
 )
+@pytest.mark.exhaustive
 def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages):
     output = tmp_path / "gpu.json"
     arguments = [str(BENCHMARKS / "gpu.py"), "--smoke", "--parts", "machine,rates,kernels,speed", "-o", str(output)]
@@ -305,6 +306,7 @@ def test_an_import_of_its_own_that_fails_is_an_error():
     assert not found[-1].not_here
 
 
+@pytest.mark.exhaustive
 def test_what_a_file_has_is_gone_on_from_into_another_one(warm, tmp_path):
     first, second, third = (tmp_path / f"{name}.json" for name in "abc")
     smoke_of = partial(warm, "--smoke", program=BENCHMARKS / "gpu.py")

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "kill_saved.py"
 
 
+@pytest.mark.exhaustive
 def test_killed_runs_leave_what_is_whole_or_nothing(warm, tmp_path):
     output = tmp_path / "seen.json"
     done = warm("--kills", 6, "-o", output, program=PROGRAM)

@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import report
 
 
+@pytest.mark.exhaustive
 def test_a_report_has_figures_page_and_documents_and_goes_on(tmp_path, capsys):
     model = tiny_checkpoint("llama", tmp_path / "model")
     results, answers = tmp_path / "results.md", tmp_path / "answers.md"

@@ -130,6 +130,7 @@ def run(folder, tasks, tmp_path, monkeypatch, methods=("full", "snapkv", "freekv
     return table, found, read
 
 
+@pytest.mark.exhaustive
 def test_needles_are_scored_turn_by_turn_and_the_document_is_read_once(folder, tmp_path, monkeypatch):
     """The last turn is that of the task `turns`, for a method that cuts the prompt by its first question, too."""
     tasks = ["needle_turns", "turns"]
