@@ -252,10 +252,14 @@ def _validate(
         raise usage_error(f"{source or method}: {message}", f"see kvcli methods {method}") from None
 
 
+_SINKS = 16  # tokens
+
+
 def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[MethodConfig, str] | None:
     """Scale sink and window as the budget is to the method's own; None if that does not help either.
 
-    Each keeps a page, but a budget of two pages has no sink.
+    Each keeps a page, but a budget of two pages has no sink. The sink keeps no more than `_SINKS` in whole pages: few
+    tokens attract attention for being first, and others take what pages could have had (`docs/results.md`).
     """
     fields, budget = config.model_fields, settings.get("budget")
     usual = fields["budget"].default if "budget" in fields else None
@@ -268,6 +272,8 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
     scaled: dict[str, int] = {
         key: max(size * budget // usual // page, 1) * page if size else 0 for key, size in before.items()
     }
+    if "sink" in scaled:
+        scaled["sink"] = min(scaled["sink"], -(-_SINKS // page) * page)
     for after in (scaled, {key: 0 if key == "sink" else size for key, size in scaled.items()}):
         with suppress(ValidationError):
             found = config(**(dict(settings) | after))

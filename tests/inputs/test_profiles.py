@@ -175,9 +175,9 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("method", "budget", "sink", "window"),
     [
-        ("freekv", 512, 128, 128),
-        ("freekv", 1055, 256, 256),
-        ("freekv", 256, 64, 64),
+        ("freekv", 512, 32, 128),
+        ("freekv", 1055, 32, 256),
+        ("freekv", 256, 32, 64),
         ("freekv", 96, 32, 32),
         ("freekv", 64, 0, 32),
         ("tokenselect", 256, 12, 48),
@@ -202,7 +202,7 @@ def test_a_share_of_a_short_prompt_scales_too():
     assert share.notice is None
     assert share.for_prompt(40_000).notice is None
     short = share.for_prompt(4000)
-    assert (short.settings.budget, short.settings.sink, short.settings.window) == (400, 96, 96)
+    assert (short.settings.budget, short.settings.sink, short.settings.window) == (400, 32, 96)
     assert "budget 400" in short.notice
     with pytest.raises(KvcliError, match="leaves no page"):
         resolve_profile("freekv", overrides={"budget": "10%", "sink": 512}).for_prompt(4000)
