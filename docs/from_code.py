@@ -13,6 +13,7 @@ import ast
 import html
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ from kvcli.methods import home_of, own_method_names
 from kvcli.methods.card import NEEDS, Card, read_card
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from common import put_between_marks  # noqa: E402
+
 NAME = "kvcli"
 SPEED = ROOT / "benchmarks" / "results" / "cpu_decode.json"
 
@@ -47,28 +52,16 @@ def generated() -> dict[Path, str]:
     cards = {name: read_card(name) for name in own_method_names()}
     readme, methods, results = ROOT / "README.md", ROOT / "docs" / "methods.md", ROOT / "docs" / "results.md"
     speed, python = speed_table(), ROOT / "docs" / "python.md"
-    shown = _filled(readme.read_text(), "methods", short_table(cards))
-    loading = _filled(python.read_text(), "load", keyword_table({ModelOptions: ""}))
+    shown = put_between_marks(readme.read_text(), short_table(cards), "methods")
+    loading = put_between_marks(python.read_text(), keyword_table({ModelOptions: ""}), "load")
     return {
-        python: _filled(loading, "generate", keyword_table(GENERATION)),
-        readme: _filled(_filled(shown, "needs", needs_table()), "speed", speed),
-        methods: _filled(methods.read_text(), "methods", methods_page(cards)),
-        results: _filled(results.read_text(), "speed", speed),
+        python: put_between_marks(loading, keyword_table(GENERATION), "generate"),
+        readme: put_between_marks(put_between_marks(shown, needs_table(), "needs"), speed, "speed"),
+        methods: put_between_marks(methods.read_text(), methods_page(cards), "methods"),
+        results: put_between_marks(results.read_text(), speed, "speed"),
         ROOT / "docs" / "reference.md": reference(commands),
         ROOT / "docs" / "kvcli.1": man_page(commands),
     }
-
-
-def _filled(text: str, name: str, part: str) -> str:
-    """Put `part` between the two marks called `name`.
-
-    Raises:
-        ValueError: The marks are missing.
-    """
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    if begin not in text or end not in text:
-        raise ValueError(f"{begin.strip()} and {end.strip()} are missing")
-    return text.partition(begin)[0] + begin + part + end + text.partition(end)[2]
 
 
 # ---------------------------------------------------------------- methods

@@ -195,7 +195,8 @@ _REHEARSED = Sampling(max_tokens=4, ignore_eos=True)
 def rehearse(profile: Profile, checkpoint: Checkpoint, context: int, notice: Callable[[str], None]) -> None:
     """Compile the loops for sequences of `context` tokens, unless a run like it was rehearsed on this machine before.
 
-    The note of that lies beside the loops. What does not fit into the free memory is compiled in the run itself.
+    The note of that lies beside the loops. The run itself compiles what was not rehearsed: layers that do not fit into
+    the free memory, or that cannot be made without the rest of their model.
     """
     geometry, directory, form = checkpoint.geometry, kept_in(), checkpoint.geometry.form
     if checkpoint.device.type != "cpu" or checkpoint.placement is not None or directory is None:
@@ -215,10 +216,10 @@ def rehearse(profile: Profile, checkpoint: Checkpoint, context: int, notice: Cal
     note = directory / f"rehearsed-{hashlib.sha256(like.encode()).hexdigest()[:12]}"
     if note.exists():
         return
-    with on_noise(profile, *made, form=form, notice=notice) as (ready, sequences, _):
-        for _ in ready.decode(sequences):
-            pass
-    with suppress(OSError):
+    with suppress(Exception):  # the run does not need this, and says itself what is wrong
+        with on_noise(profile, *made, form=form, notice=notice) as (ready, sequences, _):
+            for _ in ready.decode(sequences):
+                pass
         note.touch()
 
 

@@ -54,6 +54,16 @@ def test_a_run_of_any_method_is_rehearsed_once(method, checkpoint, steps, tmp_pa
     assert not steps
 
 
+def test_a_rehearsal_that_fails_leaves_it_to_the_run(checkpoint, steps, monkeypatch, tmp_path):
+    def fail(*_):
+        raise RuntimeError("layers that cannot be made alone")
+
+    monkeypatch.setattr(probe, "random_model", fail)
+    probe.rehearse(profile("quest"), checkpoint, CONTEXT, lambda _: None)
+    assert not steps
+    assert not [*tmp_path.glob("rehearsed-*")]
+
+
 def test_another_run_is_rehearsed_by_itself(checkpoint, steps):
     for chosen, context in ((profile("quest"), CONTEXT), (profile("quest", 80), CONTEXT), (profile("quest"), 2000)):
         del steps[:]
