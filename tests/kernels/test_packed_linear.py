@@ -9,6 +9,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import nn
 from torch.nn import functional
 
+from kvcli.conformance.crossed import crossed
 from kvcli.kernels import _numba, packed_linear
 from kvcli.kernels.packed_linear import (
     MOST_ROWS,
@@ -77,8 +78,10 @@ def test_unpacked_numbers_are_exactly_those_of_the_format(name, by):
     assert torch.equal(weight.unpack(), wide.float())
 
 
-@pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize("rows", [1, 3, MOST_ROWS, MOST_ROWS + 3, 2 * MOST_ROWS + 1])
+SEVERAL_ROWS = crossed(list(PACKINGS), [3, MOST_ROWS, MOST_ROWS + 3, 2 * MOST_ROWS + 1], turns=4)
+
+
+@pytest.mark.parametrize(("name", "rows"), [*((name, 1) for name in PACKINGS), *SEVERAL_ROWS])
 def test_products_are_those_of_the_numbers(name, rows, by):
     weight, wide = drawn(name)
     x, bias = noise(rows, COLUMNS), noise(ROWS, seed=1)
