@@ -179,6 +179,7 @@ def test_what_leaves_a_rolling_window_is_kept_as_in_the_blocking_pipeline(family
 
 ALIKE = {"cake", "pyramidkv", "expected_attention", "kvzip", "full", "refreekv"}  # whose steps are those of snapkv
 ALIKE |= {"tova", "loki"}  # whose kernels are those of h2o and infinigen
+ALIKE |= {"freekv", "shadowkv", "streaming", "quest"}  # which the cases below hold, with more to do
 BY_KERNELS = [
     pytest.param(name, "llama", {}, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in STATED
 ]
