@@ -137,8 +137,8 @@ def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooli
     """Reference of `page_scores` in plain torch, in at least fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = pool_queries(q.to(dtype).view(summary.shape[0], -1, q.shape[-1]), pooling)  # [Hk, G or 1, d]
-    signed = scale * torch.cat((heads.clamp_min(0), heads.clamp_max(0)), -1)  # [Hk, G, 2d]
-    bounds = token_scores(signed.flatten(0, 1), summary.flatten(2), 1.0)  # [Hk, G, n]
+    signed = torch.cat((heads.clamp_min(0), heads.clamp_max(0)), -1)  # [Hk, G, 2d]
+    bounds = token_scores(signed.flatten(0, 1), summary.flatten(2), scale)  # [Hk, G, n]
     return pool_scores(bounds, pooling)
 
 

@@ -310,9 +310,9 @@ def _place(resident: Any, wanted: Any, n: int, empty: int, chosen: Any, missing:
     return count
 
 
-def suits(resident: Tensor, selected: Tensor, length: int) -> bool:
-    """Return whether the CPU loops serve, in a context of `length` tokens."""
-    return serves(resident, selected, dtype=torch.int64, numbers=len(resident) * length)
+def suits(resident: Tensor, selected: Tensor, numbers: int) -> bool:
+    """Return whether the CPU loops serve, for a table of what holds so many `numbers`."""
+    return serves(resident, selected, dtype=torch.int64, numbers=numbers)
 
 
 def resolve(resident: Tensor, selected: Tensor, length: int) -> Misses:

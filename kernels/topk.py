@@ -279,7 +279,7 @@ def select_best(scores: Tensor, k: int, names: Tensor | None = None, first: int 
     return out
 
 
-LONG = 256
+LONG = 64
 """Scores per row from which on a CPU loop is faster than partitioning."""
 
 

@@ -36,6 +36,8 @@ RESULTS = Path(__file__).parent / "results"
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli" / "real_models"
 MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
+PAGED = "full,oracle,streaming,fier,shadowkv,retroinfer,freekv"
+HELD = ("full", "streaming")
 WITHOUT = {"offload", "duoattention", "razor"}  # the first is `full`, the others need gates and heads found beforehand
 
 
@@ -72,7 +74,7 @@ class Plan(NamedTuple):
     methods: str | None = None
     """None: all."""
     pages: Sequence[int] = (16,)
-    """Tokens of a page: the methods that choose pages are run with each."""
+    """Tokens of a page: methods that choose pages are run with each, the others once."""
 
 
 PLANS = {
@@ -80,6 +82,7 @@ PLANS = {
     "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=128, stretches=1),
     "smollm2-main": Plan("smollm2", [4096], [512, 256], fed=256, stretches=3, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
+    "gemma3-pages": Plan("gemma3", [16384], [2048], 128, 1, PAGED, (32, 16, 8)),
     "gemma3-wide": Plan("gemma3", [8192], [512, 1024, 256], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
 }
@@ -137,24 +140,28 @@ def texts() -> dict[str, Path]:
     return {name.partition(".")[0]: CACHE / name for name in written}
 
 
-def methods_of(plan: Plan) -> str:
-    """Name the plan's methods."""
-    if plan.methods is not None:
-        return plan.methods
-    from kvcli.methods import method_names
+def methods_of(plan: Plan, page: int) -> list[str]:
+    """Name the plan's methods; but for the first page size only those that have one, and what they are held against."""
+    from kvcli.methods import get_method, method_names
 
-    return ",".join(name for name in method_names() if name not in WITHOUT)
+    names = (
+        [name for name in method_names() if name not in WITHOUT] if plan.methods is None else plan.methods.split(",")
+    )
+    if page == plan.pages[0]:
+        return names
+    return [name for name in names if name in HELD or "page_size" in get_method(name).Config.model_fields]
 
 
 def run(name: str, output: Path) -> None:
     """Measure what is missing of a plan, and write the results."""
     plan, model, files = PLANS[name], fetch(PLANS[name].model), texts()
-    tasks, methods = ",".join(f"fidelity:{path}" for path in files.values()), methods_of(plan)
-    plan_told = plan._asdict() | {"methods": methods}
+    tasks = ",".join(f"fidelity:{path}" for path in files.values())
+    plan_told = plan._asdict() | {"methods": ",".join(methods_of(plan, plan.pages[0]))}
     rows: list[dict[str, Any]] = []
     for length, budget, page in itertools.product(plan.lengths, plan.budgets, plan.pages):
         told = CACHE / f"{name}-{length}-{budget}{'' if page == 16 else f'-{page}'}"
         command = ["eval", "-m", model, "--tasks", tasks, "--length", length, "--max-tokens", plan.fed]
+        methods = ",".join(methods_of(plan, page))
         command += ["--limit", plan.stretches, "--method", methods, "--budget", budget, "--set", "sink=16"]
         command += ["--set", f"window={budget // 4}", "--set", f"page_size={page}", "--json", "-o", f"{told}.json"]
         command += ["--predictions", f"{told}.jsonl"]
@@ -165,7 +172,7 @@ def run(name: str, output: Path) -> None:
         for row in rows_of(found, map(json.loads, kept[1:]), files):
             if page == plan.pages[0]:
                 rows.append(row | {"budget": budget})
-            elif row["method"] not in ("full", "streaming"):
+            elif row["method"] not in HELD:
                 rows.append(row | {"budget": budget, "method": f"{row['method']}, pages of {page}"})
         save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
 

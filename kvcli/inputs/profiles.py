@@ -59,12 +59,12 @@ class Profile:
         Raises:
             KvcliError: the method refuses the resulting values (usage).
         """
-        settings = self.settings.model_dump()
-        shares = {key: value for key, value in settings.items() if isinstance(value, Share)}
+        shares = {key: value for key, value in self.settings.model_dump().items() if isinstance(value, Share)}
         if not shares:
             return self
         asked = ", ".join(f"{key} {share}" for key, share in shares.items())
-        found = settings | {key: share.of(tokens) for key, share in shares.items()}
+        given = self.settings.model_dump(exclude_unset=True)
+        found = given | {key: share.of(tokens) for key, share in shares.items()}
         source = f"{self.method}: {asked} of a prompt of {tokens:,} tokens"
         resolved, notice = _validate(type(self.settings), self.method, found, source, self.scales)
         return replace(self, settings=resolved, notice=notice)
@@ -252,33 +252,39 @@ def _validate(
         raise usage_error(f"{source or method}: {message}", f"see kvcli methods {method}") from None
 
 
-_SINKS = 16  # tokens
+_FEW = 16  # tokens
 
 
 def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[MethodConfig, str] | None:
-    """Scale sink and window as the budget is to the method's own; None if that does not help either.
+    """Scale sink, window and pages as the budget is to the method's own; None if that does not help either.
 
-    Each keeps a page, but a budget of two pages has no sink. The sink keeps no more than `_SINKS` in whole pages: few
-    tokens attract attention for being first, and others take what pages could have had (`docs/results.md`).
+    Sink and window keep at least `_FEW` tokens in whole pages, but the smallest budgets have no sink. The sink keeps no
+    more: few tokens attract attention for being first, and others take what pages could have had. A few large pages
+    hold less of the attention than many small ones (`docs/results.md` for both).
     """
     fields, budget = config.model_fields, settings.get("budget")
     usual = fields["budget"].default if "budget" in fields else None
     if not isinstance(budget, int) or isinstance(budget, Share) or not isinstance(usual, int) or budget >= usual:
         return None
-    page = settings.get("page_size", fields["page_size"].default if "page_size" in fields else 1)
     before: dict[str, int] = {
         key: settings.get(key, fields[key].default) for key in ("sink", "window") if key in fields
     }
+    page = settings.get("page_size", fields["page_size"].default if "page_size" in fields else 1)
+    pages: dict[str, int] = {}
+    if config.smallest_page is not None and "page_size" not in settings:
+        largest = 1 << max(0, (page * budget // usual).bit_length() - 1)  # a power of two
+        pages["page_size"] = page = max(largest, min(page, config.smallest_page))
+    few = -(-_FEW // page) * page
     scaled: dict[str, int] = {
-        key: max(size * budget // usual // page, 1) * page if size else 0 for key, size in before.items()
+        key: min(size, few if key == "sink" else max(size * budget // usual // page * page, few))
+        for key, size in before.items()
     }
-    if "sink" in scaled:
-        scaled["sink"] = min(scaled["sink"], -(-_SINKS // page) * page)
     for after in (scaled, {key: 0 if key == "sink" else size for key, size in scaled.items()}):
         with suppress(ValidationError):
-            found = config(**(dict(settings) | after))
+            found = config(**(dict(settings) | pages | after))
             was, now = (" and ".join(f"{key} {size:,}" for key, size in each.items()) for each in (before, after))
-            notice = f"budget {budget:,} has no room for {was}: using {now}; to set them, use --sink and --window"
+            of, by = (f" and pages of {page} tokens", ", --set page_size=N") if pages else ("", "")
+            notice = f"budget {budget:,} has no room for {was}: using {now}{of}; to set them, use --sink, --window{by}"
             return found, notice
     return None
 

@@ -195,16 +195,18 @@ class OffloadedPageCache(PagedCache, LayerCache):
         self._arrive()
         if heads is not None:
             selected = selected.where(heads[:, None], self.resident)
-        if page_table.suits(self.resident, selected, self.length):
+        if page_table.suits(self.resident, selected, self.kv.numel()):
             misses = page_table.resolve(self.resident, selected, self.budget.count(self.length))
         else:
             misses = resolve_pages(self.resident, selected)
+            self.resident[misses.heads, misses.slots] = misses.pages
+        if not len(misses.slots):
+            return [0] * len(selected), 0
         if later and isinstance(self.pool, DiskPagePool):
             self.pool.announce(misses.pages, misses.heads)
             self.coming = misses
         else:
             self._bring(misses)
-        self.resident[misses.heads, misses.slots] = misses.pages
         return misses.by_head(len(selected)), len(misses.slots) * self.pool.block_bytes
 
     @override

@@ -545,7 +545,7 @@ def resolve_tokens(resident: Tensor, selected: Tensor, length: int) -> Misses:
     slot. Slots whose token left the selection become EMPTY unless a missing token takes them. A selection has no
     duplicates. Returns the missing tokens and their slots.
     """
-    if page_table.suits(resident, selected, length):
+    if page_table.suits(resident, selected, len(resident) * length):
         return page_table.resolve(resident, selected, length)
     leaving = ~_members(selected, length).gather(1, resident + 1)
     missing = ~_members(resident, length).gather(1, selected + 1)

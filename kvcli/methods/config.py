@@ -118,6 +118,8 @@ class MethodConfig(BaseModel):
     """Settings of a method: frozen, with unknown keys refused."""
 
     stateless: ClassVar[bool] = True
+    smallest_page: ClassVar[int | None] = None
+    """Tokens of a page that a small budget scales pages down to; None: pages keep their size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -211,6 +213,7 @@ class PagedConfig(MethodConfig):
     sink: int = setting(512, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
     window: int = setting(512, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
     page_size: PowerOfTwo = setting(32, "tokens in a page, a power of two", "tokens")
+    smallest_page: ClassVar[int | None] = 8  # the bounds of smaller pages take more than an eighth of the KV's memory
     dense_layers: int = setting(1, "leading layers that attend to everything", "layers", ge=0)
 
     @property

@@ -766,14 +766,15 @@ class Phases(LayerStep):
         kept = self.kept
         with self.span("correction"):
             corrected = self._corrected(correction, q)  # [Hk] bool
+            flags = corrected.tolist()
         last, kept.picked = kept.picked, self._choose(q)
         selected = kept.picked.pages  # [Hk, k]
         kept.read = Read(corrected, selected, selected if last is None else last.pages)
-        if corrected.any():
-            self._fetch(selected, heads=corrected)
+        if any(flags):
+            self._fetch(selected, heads=None if all(flags) else corrected)
         with self.span("attention"):
             out: Tensor = self.cache.attend(q, self.softmax)
-        if not corrected.all():  # corrected heads have all of theirs by now
+        if not all(flags):  # corrected heads have all of theirs by now
             self._fetch(selected, later=True, hidden=True)
         kept.query = q.clone()
         return out

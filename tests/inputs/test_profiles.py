@@ -173,21 +173,31 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "budget", "sink", "window"),
+    ("method", "budget", "sink", "window", "page"),
     [
-        ("freekv", 512, 32, 128),
-        ("freekv", 1055, 32, 256),
-        ("freekv", 256, 32, 64),
-        ("freekv", 96, 32, 32),
-        ("freekv", 64, 0, 32),
-        ("tokenselect", 256, 12, 48),
+        ("freekv", 512, 16, 128, 8),
+        ("freekv", 1055, 16, 256, 16),
+        ("freekv", 256, 16, 64, 8),
+        ("freekv", 96, 16, 24, 8),
+        ("freekv", 32, 0, 16, 8),
+        ("freekv", 24, 0, 16, 8),
+        ("tokenselect", 256, 16, 48, None),
+        ("infllm", 256, 32, 64, 32),
     ],
 )
-def test_a_small_budget_scales_sink_and_window_and_says_so(method, budget, sink, window):
+def test_a_small_budget_scales_sink_window_and_pages_and_says_so(method, budget, sink, window, page):
     found = resolve_profile(method, overrides={"budget": budget})
     assert (found.settings.sink, found.settings.window) == (sink, window)
+    assert getattr(found.settings, "page_size", None) == page
     assert f"budget {budget:,} has no room for sink" in found.notice
     assert f"using sink {sink:,} and window {window:,}" in found.notice
+    assert (f"pages of {page}" in found.notice) == (method == "freekv")
+
+
+def test_a_page_that_is_given_keeps_its_size():
+    found = resolve_profile("freekv", overrides={"budget": 512, "page_size": 32})
+    assert (found.settings.sink, found.settings.window, found.settings.page_size) == (32, 128, 32)
+    assert "pages of" not in found.notice
 
 
 def test_sizes_that_are_given_are_not_scaled():
@@ -202,7 +212,7 @@ def test_a_share_of_a_short_prompt_scales_too():
     assert share.notice is None
     assert share.for_prompt(40_000).notice is None
     short = share.for_prompt(4000)
-    assert (short.settings.budget, short.settings.sink, short.settings.window) == (400, 32, 96)
+    assert (short.settings.budget, short.settings.sink, short.settings.window) == (400, 16, 96)
     assert "budget 400" in short.notice
     with pytest.raises(KvcliError, match="leaves no page"):
         resolve_profile("freekv", overrides={"budget": "10%", "sink": 512}).for_prompt(4000)

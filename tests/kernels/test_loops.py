@@ -243,7 +243,7 @@ def test_what_is_not_finite_stays_so():
 
 
 @pytest.mark.parametrize("n", [LONG, 1 << 13])
-@pytest.mark.parametrize("k", [1, 2, 100, LONG - 1, LONG])
+@pytest.mark.parametrize("k", [1, 2, 40, LONG - 1, LONG])
 def test_selection_is_the_references_with_ties(k, n):
     generator = torch.Generator().manual_seed(k)
     scores = torch.randint(-40, 40, (3, n), generator=generator) / 8
