@@ -24,7 +24,8 @@ def choose(
     """
     full, longest, geometry = reference_profile(), max(capacities), checkpoint.geometry
     budget = getattr(retrieval.settings, "budget", 0)
-    instead = f"no --method: using {retrieval.method} with profile {retrieval.name}"
+    profile = "" if retrieval.name == retrieval.method else f" with profile {retrieval.name}"
+    instead = f"no --method: using {retrieval.method}{profile}"
     kv = sum(_bytes(full, checkpoint, tokens) for tokens in capacities) * samples
     if longest > BUDGETS * budget and kv > SHARE * geometry.weight_bytes:
         return retrieval, f"{instead}, which reads about {budget:,} of {longest:,} tokens per step"

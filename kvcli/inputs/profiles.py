@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvcli.methods.config import MethodConfig
     from kvcli.models.loading import Checkpoint
 
-DEFAULT_PROFILE = "freekv-long-input"
+DEFAULT_PROFILE = "retroinfer"
 """What serves where nothing is named: the settings for a long document and a short answer."""
 _SHOWN = 60  # characters of a value in a message
 

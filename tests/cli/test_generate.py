@@ -18,7 +18,19 @@ from kvcli.runtime.sampling import Sampling
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
-RETRIEVE = ["--budget", "96", "--sink", "16", "--window", "32", "--page-size", "16", "--ignore-eos"]
+RETRIEVE = [
+    "--method",
+    "freekv",
+    "--budget",
+    "96",
+    "--sink",
+    "16",
+    "--window",
+    "32",
+    "--page-size",
+    "16",
+    "--ignore-eos",
+]
 
 
 @pytest.fixture(scope="module")
@@ -363,11 +375,11 @@ def test_without_a_method_short_documents_are_read_whole(generate, document):
     assert json.loads(named.stdout)["profile"]["method"] == "freekv"
     assert "no --method" not in named.stderr
     audited = generate(document, "--max-tokens", 3, "--json", "--audit", 1)
-    assert json.loads(audited.stdout)["profile"]["name"] == "freekv-long-input"
+    assert json.loads(audited.stdout)["profile"]["name"] == "retroinfer"
 
 
 def test_a_small_budget_scales_sink_and_window_with_a_notice(generate, document):
-    result = generate(document, "--max-tokens", 3, "--json", "--budget", 128)
+    result = generate(document, "--max-tokens", 3, "--json", "--profile", "freekv-long-input", "--budget", 128)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["profile"]["settings"]["budget"] == 128
     assert "budget 128 has no room for sink 128 and window 128: using sink 16 and window 16" in result.stderr

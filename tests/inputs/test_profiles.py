@@ -219,6 +219,6 @@ def test_a_share_of_a_short_prompt_scales_too():
 
 
 def test_without_a_name_the_profile_is_that_for_documents():
-    assert (resolve_profile().name, resolve_profile().unnamed) == ("freekv-long-input", True)
+    assert (resolve_profile().name, resolve_profile().unnamed) == ("retroinfer", True)
     assert not resolve_profile(overrides={"budget": 4096}).unnamed
     assert not resolve_profile("freekv").unnamed
