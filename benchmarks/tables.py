@@ -10,6 +10,8 @@ from common import RESULTS, said
 
 SIMILARITY = {"turning": "low similarity", "steady": "high similarity"}  # of queries between steps, as results name it
 
+UNITS = {"gb_per_second": 1, "peak_bytes": 1e9}  # of figures beside a speed
+
 
 def milliseconds(time: float | None) -> str:
     """Write a time, where there is one."""
@@ -26,6 +28,12 @@ def case_of(row: dict[str, Any]) -> str:
     """Name the case of a row, with the query similarity between its steps."""
     shape, comma, queries = row["case"].partition(", ")
     return shape + comma + SIMILARITY.get(queries, queries)
+
+
+def rate(row: dict[str, Any]) -> str:
+    """Write tokens a second."""
+    found = row["tokens_per_second"]
+    return f"{found['median']:.1f} ({found['min']:.1f} to {found['max']:.1f})"
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -62,6 +70,26 @@ def main() -> None:
         ["run", "memory", "step"],
         plan,
     )
+    if (RESULTS / "peers_cpu.json").exists():
+        peers = [
+            [row["model"], row["test"], row.get("context", "read"), f"`{row['program']}`", rate(row)]
+            + [said(row[key]) if key in row else "" for key in ("over_llama_cpp", "over_full")]
+            + [f"{row[key]['median'] / unit:.1f}" if key in row else "" for key, unit in UNITS.items()]
+            for row in rows_of("peers_cpu")
+            if "tokens_per_second" in row
+        ]
+        heads = [
+            "model",
+            "test",
+            "context",
+            "program",
+            "t/s",
+            "over llama.cpp f16",
+            "over kvcli full",
+            "GB/s",
+            "peak GB",
+        ]
+        table("The same GGUF file in several programs, on a CPU (`peers_cpu.json`)", heads, peers)
     rows = rows_of("cpu_methods")
     contexts = sorted({row["context"] for row in rows})
     found = {(row["method"], row["context"]): row for row in rows}
