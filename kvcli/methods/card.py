@@ -47,7 +47,6 @@ NEEDS = {
     "A document larger than the device, short answers": "`retroinfer`; with less on the device `freekv`",
     "A short question, a long chain of thought": "`freekv`; `raas`",
     "A slow bus between host and device": "`shadowkv`",
-    "Attention spread over many tokens, KV in host memory": "`magicpig`",
     "KV fits the device, but a step should read less of it": "`quest`, `twilight`; `fier`, `loki`, `tokenselect`",
     "A prompt longer than the model was trained for": "`infllm`, `actqkv`, `q_llm`, `em_llm`",
     "The smallest memory": "`kvzip`, `expected_attention`; for one question `snapkv`, `pyramidkv`, `cake`",

@@ -100,7 +100,8 @@ def test_a_row_gets_what_it_gets_alone_whatever_else_runs(fresh, model, temperat
     lm = kvcli.load(model)
     for row in asked:
         options = {name: row[name] for name in ("max_tokens", "seed", "temperature")}
-        assert lm.generate(row["prompt"], **options, **SETTINGS).text == texts(together)[row["custom_id"]][0]
+        answer = lm.generate(row["prompt"], method="freekv", **options, **SETTINGS)
+        assert answer.text == texts(together)[row["custom_id"]][0]
 
 
 def test_a_row_has_a_penalty_of_its_own(fresh, model):
@@ -108,7 +109,7 @@ def test_a_row_has_a_penalty_of_its_own(fresh, model):
     found, *_ = fresh([row, {**row, "custom_id": "b", "repetition_penalty": 1.5}])
     said, lm = texts(found), kvcli.load(model)
     options = {"max_tokens": 12, "ignore_eos": True, "repetition_penalty": 1.5}
-    assert lm.generate(row["prompt"], **options, **SETTINGS).text == said["b"][0] != said["a"][0]
+    assert lm.generate(row["prompt"], method="freekv", **options, **SETTINGS).text == said["b"][0] != said["a"][0]
     keys = {name: result["kvcli"]["key"]["sampling"] for name, result in found.items()}
     sampling = {**asdict(Sampling(12, ignore_eos=True)), "template": asdict(Template()), "question": None}
     del sampling["repetition_penalty"]  # as in files of results that were written before there was one

@@ -21,15 +21,15 @@ def chosen(checkpoint, *capacities, samples=1, check=lambda: None):
 
 def test_short_contexts_are_read_whole_and_long_ones_are_not(checkpoint):
     assert chosen(checkpoint, 8192) == "full"
-    assert chosen(checkpoint, 8193, 100) == "freekv"
-    assert chosen(checkpoint, 100_000) == "freekv"
+    assert chosen(checkpoint, 8193, 100) == "retroinfer"
+    assert chosen(checkpoint, 100_000) == "retroinfer"
 
 
 def test_beneath_large_weights_a_long_context_is_cheap(checkpoint):
     kv = unnamed._bytes(resolve_profile("full"), checkpoint, 20_000)
     large = replace(checkpoint, geometry=replace(checkpoint.geometry, weight_bytes=2 * kv))
     assert chosen(large, 20_000) == "full"
-    assert chosen(large, 20_000, samples=2) == "freekv"
+    assert chosen(large, 20_000, samples=2) == "retroinfer"
 
 
 def test_what_does_not_fit_is_retrieved(checkpoint):
@@ -39,6 +39,6 @@ def test_what_does_not_fit_is_retrieved(checkpoint):
     def wrong():
         raise usage_error("wrong", "")
 
-    assert chosen(checkpoint, 100, check=full) == "freekv"
+    assert chosen(checkpoint, 100, check=full) == "retroinfer"
     with pytest.raises(KvcliError, match="wrong"):
         chosen(checkpoint, 100, check=wrong)

@@ -9,7 +9,21 @@ from families import tiny_checkpoint
 WORDS = "the quick brown fox jumps over the lazy dog and runs "
 SETTINGS = ["--set", "budget=96", "--set", "sink=16", "--set", "window=32", "--set", "page_size=16"]
 CHAT = ["--max-tokens", "5"]
-SHORT = ["--budget", "96", "--sink", "16", "--window", "32", "--page-size", "16", "--max-tokens", "6", "--ignore-eos"]
+SHORT = [
+    "--method",
+    "freekv",
+    "--budget",
+    "96",
+    "--sink",
+    "16",
+    "--window",
+    "32",
+    "--page-size",
+    "16",
+    "--max-tokens",
+    "6",
+    "--ignore-eos",
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +74,20 @@ def test_rows_of_a_batch_run_over_pieces(warm, model, tmp_path):
     texts = []
     for device in ("cpu", "cpu,cpu"):
         out = tmp_path / f"{device}.jsonl"
-        ran = warm("batch", "-m", model, tmp_path / "in.jsonl", "-o", out, *SETTINGS, "--device", device, "-q")
+        ran = warm(
+            "batch",
+            "-m",
+            model,
+            tmp_path / "in.jsonl",
+            "-o",
+            out,
+            "--method",
+            "freekv",
+            *SETTINGS,
+            "--device",
+            device,
+            "-q",
+        )
         assert ran.returncode == 0, ran.stderr
         found = [json.loads(line) for line in out.read_text().splitlines()]
         texts.append({row["custom_id"]: row["response"]["body"]["choices"][0]["message"] for row in found})

@@ -11,8 +11,8 @@ from kvcli.models.auto import model_class
 from kvcli.models.loading import ModelSpec, read_config
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
-AMPLE = ["--budget", "4096", "--sink", "16", "--window", "32", "--page-size", "16"]
-SMALL = ["--budget", "96", *AMPLE[2:]]
+AMPLE = ["--method", "freekv", "--budget", "4096", "--sink", "16", "--window", "32", "--page-size", "16"]
+SMALL = [*AMPLE[:2], "--budget", "96", *AMPLE[4:]]
 STEPS = 8
 
 

@@ -106,7 +106,7 @@ def test_samples_and_questions_share_what_lies_there(generate, disk):
     ("more", "words"),
     [
         (["--method", "full", "--kv-disk", "DISK"], ["--kv-disk", "full", "no KV in host memory"]),
-        (["--kv-disk", "DISK", "--set", "host_layout=nhd"], ["--kv-disk", "ablations"]),
+        (["--kv-disk", "DISK", "--method", "freekv", "--set", "host_layout=nhd"], ["--kv-disk", "ablations"]),
         (["--kv-disk", "DISK", "--lossless", "4"], ["--lossless", "--kv-disk"]),
         (["--kv-disk", "DISK", "--checkpoint", "DISK/run"], ["--checkpoint", "--kv-disk"]),
         (["--kv-disk", "FILE/below"], ["FILE/below", "Not a directory"]),
@@ -180,7 +180,20 @@ def test_a_batch_on_a_disk_answers_the_same(warm, model, disk, document, tmp_pat
     rows = tmp_path / "rows.jsonl"
     asked = [{"custom_id": f"{at}", "document": document.read_text(), "prompt": text} for at, text in enumerate("ab")]
     rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    arguments = ["batch", rows, "-m", model, "--set", "budget=96", "--set", "sink=16", "--set", "window=32"]
+    arguments = [
+        "batch",
+        rows,
+        "-m",
+        model,
+        "--method",
+        "freekv",
+        "--set",
+        "budget=96",
+        "--set",
+        "sink=16",
+        "--set",
+        "window=32",
+    ]
     arguments += ["--set", "page_size=16", "--max-tokens", 4, "--ignore-eos", "-q", "--max-inflight", 2]
     texts = []
     for name, more in (("plain", []), ("disk", ["--kv-disk", disk, "--host-memory", "160KiB"])):

@@ -10,7 +10,21 @@ from command import assert_refused
 from families import tiny_checkpoint
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
-SHORT = ["--budget", "96", "--sink", "16", "--window", "32", "--page-size", "16", "--ignore-eos", "--max-tokens", 6]
+SHORT = [
+    "--method",
+    "freekv",
+    "--budget",
+    "96",
+    "--sink",
+    "16",
+    "--window",
+    "32",
+    "--page-size",
+    "16",
+    "--ignore-eos",
+    "--max-tokens",
+    6,
+]
 
 
 @pytest.fixture(scope="module")

@@ -62,14 +62,14 @@ def test_the_papers_values():
 
 def test_overrides_lie_on_top_and_are_read_as_toml():
     overrides = {"budget": "4K", "tau": "0.75", "pooling": "max_s", "score_scale": "false", "sink": 96}
-    settings = resolve_profile(overrides=overrides).settings
+    settings = resolve_profile("freekv", overrides=overrides).settings
     assert (settings.budget, settings.tau, settings.sink) == (4096, 0.75, 96)
     assert settings.pooling == "max_s"
     assert settings.score_scale is False
 
 
 def test_quoted_text_and_whole_numbers_are_taken_for_what_they_mean():
-    settings = resolve_profile(overrides={"pooling": '"max_s"', "tau": "1", "budget": '"4K"'}).settings
+    settings = resolve_profile("freekv", overrides={"pooling": '"max_s"', "tau": "1", "budget": '"4K"'}).settings
     assert (settings.pooling, settings.tau, settings.budget) == ("max_s", 1.0, 4096)
 
 
@@ -139,7 +139,7 @@ def test_unknown_names_come_with_the_nearest():
     ],
 )
 def test_bad_values_are_refused_with_key_value_and_what_is_expected(overrides, words):
-    what = refused(overrides=overrides).what
+    what = refused(method="freekv", overrides=overrides).what
     assert all(word in what for word in words), what
 
 
