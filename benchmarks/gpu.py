@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from common import RESULTS, arguments, provenance, write
 from gpu_parts.frame import Ended, Row, in_processes
 from gpu_parts.setting import Setting, full, smoke
-from gpu_parts.targets import judged, show
+from gpu_parts.targets import judged, show, wrong
 
 
 class BenchmarkPart(NamedTuple):
@@ -130,6 +130,8 @@ def main() -> None:
     show(results, judged(results, not setting.smoke))
     if output is not None:
         print(f"written to {output}")
+    if found := wrong(results):
+        sys.exit("\n".join(found))
 
 
 def measured(source: Path | None, setting: Setting, origin: dict[str, Any]) -> dict[str, Any]:
@@ -154,14 +156,14 @@ def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: f
     if limit <= 0:
         return results.get(part.name, {"rows": []}) | {"state": "not run", "error": "no time was left"}
     started, end = time.monotonic(), Ended()
-    rows = [row for row in results.get(part.name, {"rows": []})["rows"] if "error" not in row]
+    rows = [row for row in results.get(part.name, {"rows": []})["rows"] if "failed" not in row]
     rows = rows if part.name in GOES_ON else []
     setting = replace(setting, deadline=started + ROUNDS_END * limit)
     for _, message in in_processes({part.name: partial(rows_of, part, setting, results)}, limit):
         if isinstance(message, Ended):
             end = message
         else:
-            rows = [row for row in rows if "error" not in row or row.get("case") != message.get("case")] + [message]
+            rows = [row for row in rows if "failed" not in row or row["case"] != message["case"]] + [message]
     state = "done" if end.error is None else "not run" if end.not_here else "not finished"
     if end.error is not None:
         print(f"  {state}: {end.error}", flush=True)

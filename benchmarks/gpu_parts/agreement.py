@@ -137,11 +137,12 @@ def attention(setting: Setting, how: str, dtype: torch.dtype, settings: dict[str
     pairs = zip(blocking, over_slots, strict=True)
     counted = all(same_counts(one.context.counters, other.context.counters, ties) for one, other in pairs)
     correction = blocking[0].context.counters.correction()
+    width = str(dtype).removeprefix("torch.")
     return {
-        "variant": "attention",
+        "case": ", ".join(["attention", how, width, *(f"{name} {value}" for name, value in settings.items())]),
         "how": how,
         "ran": setting.ran,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": width,
         "settings": settings,
         "steps": bench.steps,
         "corrected": correction.heads_corrected / max(1, correction.heads_checked),
@@ -253,7 +254,7 @@ def texts(setting: Setting) -> Row:
     same = [[sequence.token_ids for sequence in run] for run in both]
     counts = [[(report.correction, report.cache) for report in map(RunningSequence.report, run)] for run in both]
     return {
-        "variant": "texts",
+        "case": "texts",
         "how": "captured" if setting.device.type == "cuda" else "launched",
         "ran": setting.ran,
         "dtype": "float32",
@@ -284,9 +285,8 @@ def _decoded(
 
 def shown(row: Row) -> Row:
     """Print a comparison, and pass it on."""
-    what = f"{row['variant']} {row['how']} {row['dtype']} {row.get('settings', '')}"
     error = f", error {row['error']:.1e}, {row['corrected']:.0%} corrected" if "error" in row else ""
-    print(f"  {what:<62} {'agrees' if row['agrees'] else 'DIFFERS'}{error}", flush=True)
+    print(f"  {row['case']:<62} {'agrees' if row['agrees'] else 'DIFFERS'}{error}", flush=True)
     if not row["agrees"]:
         print(f"    {row}", flush=True)
     return row

@@ -62,7 +62,7 @@ def kernels(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     works = {case.name: partial(check, index, setting) for index, case in enumerate(CASES)}
     at_once = 1 if setting.smoke else min(12, os.cpu_count() or 1)
     for name, message in in_processes(works, LIMIT, at_once):
-        row = message if isinstance(message, dict) else {"kernel": name, "agrees": False, "problem": message.error}
+        row = message if isinstance(message, dict) else {"case": name, "agrees": False, "problem": message.error}
         if isinstance(message, Ended) and message.error is None:
             continue
         outcome = f"agrees, error {row['error']:.1e}" if row["agrees"] else f"DIFFERS: {row['problem']}"
@@ -83,7 +83,7 @@ def check(index: int, setting: Setting) -> Iterator[Row]:
                 which = "odd" if sizes is ODD else "real"
                 problems.append(f"{str(dtype).removeprefix('torch.')} at {which} sizes: {outcome.problem}")
     yield {
-        "kernel": case.name,
+        "case": case.name,
         "agrees": not problems,
         "exactly": case.exact,
         "error": worst,
@@ -167,7 +167,7 @@ def plain_copies(setting: Setting) -> Iterator[Row]:
     )
     for name, seconds in times.items():
         moved = (2 if name == "device copy" else 1) * source.nbytes
-        yield shown({"what": name, "bytes": moved, "bytes_per_s": spread([moved / taken for taken in seconds])})
+        yield shown({"case": name, "bytes": moved, "bytes_per_s": spread([moved / taken for taken in seconds])})
 
 
 def pinning(setting: Setting) -> Row:
@@ -178,7 +178,7 @@ def pinning(setting: Setting) -> Row:
         kept.append(memory.allocate((PIECE_BYTES,), torch.uint8).result())
         seconds.append(time.perf_counter() - started)
     return {
-        "what": "pinning",
+        "case": "pinning",
         "bytes": PIECES * PIECE_BYTES,
         "bytes_per_s": spread([PIECE_BYTES / taken for taken in seconds]),
     }
@@ -200,7 +200,7 @@ def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> 
             continue
         yield shown(
             {
-                "what": f"gather {layout}, {part:.0%} of the pages missing",
+                "case": f"gather {layout}, {part:.0%} of the pages missing",
                 "layout": layout,
                 "missing": part,
                 "programs": int(name),
@@ -242,7 +242,7 @@ def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -
 def shown(row: Row) -> Row:
     """Print a rate, and pass it on."""
     rate = {name: value / 1e9 for name, value in row["bytes_per_s"].items()}
-    line = f"  {row['what']:<40} {rate['median']:8.1f} GB/s ({rate['min']:.1f} to {rate['max']:.1f})"
+    line = f"  {row['case']:<40} {rate['median']:8.1f} GB/s ({rate['min']:.1f} to {rate['max']:.1f})"
     if "programs" in row:
         line += f", {row['programs']:>3} programs: {row['of_plain']['median']:.0%} of a plain copy"
         line += "" if row["arrives"] else "; WRONG DATA"

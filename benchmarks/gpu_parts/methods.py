@@ -66,12 +66,12 @@ def beside_freekv(
     copied: bool = False,
 ) -> Iterator[Row]:
     """Yield a row for each contender that `found` has no figures of yet, and before it one that says it was begun."""
-    failed = {row["case"]: "error" in row for row in found.get(part, {"rows": []})["rows"]}
+    failed = {row["case"]: "failed" in row for row in found.get(part, {"rows": []})["rows"]}
     waiting = sorted((each for each in contenders if failed.get(each.name, True)), key=lambda each: each.name in failed)
     with workshop(setting, setting.shape, [context]) as place:
         for each in waiting:
             known = {"case": each.name, "method": each.method, "context": context, "batch": batch}
-            yield known | {"error": "it did not end in the time of its part"}
+            yield known | {"failed": "it did not end in the time of its part"}
             cases = [
                 StepCase.freekv("freekv", context, batch),
                 StepCase(each.name, each.method, context, batch, settings=each.settings),
@@ -82,7 +82,7 @@ def beside_freekv(
                 yield row | {"freekv_ms": freekv["rounds_ms"]}
             except (RuntimeError, ValueError, KvcliError) as error:  # out of memory, too
                 print(f"  {each.name}: {describe(error)}", flush=True)
-                yield known | {"error": describe(error)}
+                yield known | {"failed": describe(error)}
             freed(setting.device)
 
 

@@ -177,7 +177,7 @@ def row_of(one: Running, seconds: list[float], found: Any) -> Row:
 def rate_of(found: Any, what: str) -> float | None:
     """Look a measured rate up, bytes a second; None where it was not measured."""
     rows = found.get("rates", {}).get("rows", [])
-    rates = [row["bytes_per_s"]["median"] for row in rows if row["what"] == what]
+    rates = [row["bytes_per_s"]["median"] for row in rows if row["case"] == what]
     return rates[0] if rates else None
 
 

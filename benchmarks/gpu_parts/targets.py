@@ -160,8 +160,8 @@ def beside_freekv(part: str, method: str) -> Callable[[Results], Figure]:
 
     def figure(results: Results) -> Figure:
         found = row(results, part, case=method)
-        if "error" in found:
-            raise Missing(f"{part}: {found['error']}")
+        if "failed" in found:
+            raise Missing(f"{part}: {found['failed']}")
         return Figure.of([x / y for x, y in zip(found["rounds_ms"], found["freekv_ms"], strict=True)])
 
     return figure
@@ -253,6 +253,20 @@ TARGETS = (
 def judged(results: Results, judge: bool = True) -> list[Row]:
     """Give the whole table."""
     return [target.judged(results, judge) for target in TARGETS]
+
+
+COMPARED = {"kernels": "agrees", "agreement": "agrees", "rates": "arrives"}
+"""Parts that compare with a reference, and where their rows say whether the two agree."""
+
+
+def wrong(results: Results) -> list[str]:
+    """Name what does not agree with its reference: a line for each part where there is something."""
+    lines = []
+    for part, agrees in COMPARED.items():
+        names = [each["case"] for each in results.get(part, {"rows": []})["rows"] if not each.get(agrees, True)]
+        if names:
+            lines.append(f"{part}: {', '.join(names)} {'differs' if len(names) == 1 else 'differ'} from the reference")
+    return lines
 
 
 def show(results: Mapping[str, Any], targets: Sequence[Row]) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from registrar import FakeRegistrar
+from triton_cases import CASES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -231,11 +232,13 @@ def test_shared_host_memory_begins_elsewhere_every_time():
 def test_smoke(warm, tmp_path):
     output = tmp_path / "gpu.json"
     smoke_of = partial(warm, "--smoke", "-o", output, program=BENCHMARKS / "gpu.py")
-    run = smoke_of("--parts", "machine,rates,length,phases")
+    run = smoke_of("--parts", "machine,rates,agreement,length,phases")
     assert run.returncode == 0, run.stderr
     found = json.loads(output.read_text())
     states = {name: part["state"] for name, part in found["parts"].items()}
-    assert {name for name, state in states.items() if state == "done"} == {"machine", "rates", "length"}
+    assert {name for name, state in states.items() if state == "done"} == {"machine", "rates", "agreement", "length"}
+    assert len({row["case"] for row in found["parts"]["agreement"]["rows"]}) == 6
+    assert "agreement: 6 of 6 agree" in run.stdout
     assert found["parts"]["phases"]["error"] == "there are no kernels to trace on a CPU"
     assert found["parts"]["speed"]["error"] == "not asked for"
     gathers = [row for row in found["parts"]["rates"]["rows"] if "arrives" in row]
@@ -333,12 +336,12 @@ def test_methods_stand_beside_freekv_and_what_is_known_is_left_out(monkeypatch):
     named = {each.name: each for each in targets.BY_GRAPH}
     monkeypatch.setattr(methods, "BY_GRAPH", [named[name] for name in ("infinigen", "shadowkv", "h2o")])
     setting = replace(smoke(), calls=1, repeats=1)
-    before = [{"case": "h2o"}, {"case": "infinigen", "error": "it did not end in the time of its part"}]
+    before = [{"case": "h2o"}, {"case": "infinigen", "failed": "it did not end in the time of its part"}]
     begun = list(methods.methods_batch(setting, {"methods_batch": {"rows": before}}))
-    assert [("error" in row, row["case"]) for row in begun] == [
+    assert [("failed" in row, row["case"]) for row in begun] == [
         (True, "shadowkv"), (False, "shadowkv"), (True, "infinigen"), (False, "infinigen")
     ]  # fmt: skip
-    beside = [row for row in begun if "error" not in row]
+    beside = [row for row in begun if "failed" not in row]
     assert all(row["batch"] == 3 for row in beside)
     largest = list(methods.throughput(setting, {}))
     assert [(row["case"], row["batch"]) for row in largest] == [("full", 2), ("shadowkv", 2)]
@@ -372,7 +375,7 @@ def test_a_method_in_pieces_goes_on_from_the_tokens_that_it_chose(monkeypatch):
     monkeypatch.setattr(steps, "PiecewiseStepper", Watched)
     monkeypatch.setattr(methods, "IN_PIECES", [each for each in targets.IN_PIECES if each.name == "infllm"])
     begun, row = methods.methods_pieces(setting, {})
-    assert (begun["case"], begun["error"]) == ("infllm", "it did not end in the time of its part")
+    assert (begun["case"], begun["failed"]) == ("infllm", "it did not end in the time of its part")
     assert (row["case"], row["captured"], len(row["freekv_ms"])) == ("infllm", False, 1)
     assert served == [[count] for count in range(1, len(served) + 1)]
     assert len(served) > 3
@@ -385,11 +388,11 @@ def test_sequences_of_a_batch_differ_by_their_token_where_they_are_copies():
 
 
 def test_what_began_and_what_failed_leaves_no_row_beside_its_figures(monkeypatch):
-    sent = [{"case": name, **more} for name in "ab" for more in ({"error": "begun"}, {"rounds_ms": [1.0]})]
-    monkeypatch.setattr(gpu, "rows_of", lambda *_: iter([*sent, {"case": "c", "error": "begun"}]))
-    before = {"methods_large": {"rows": [{"case": "b", "error": "before"}, {"case": "d", "rounds_ms": [2.0]}]}}
+    sent = [{"case": name, **more} for name in "ab" for more in ({"failed": "begun"}, {"rounds_ms": [1.0]})]
+    monkeypatch.setattr(gpu, "rows_of", lambda *_: iter([*sent, {"case": "c", "failed": "begun"}]))
+    before = {"methods_large": {"rows": [{"case": "b", "failed": "before"}, {"case": "d", "rounds_ms": [2.0]}]}}
     found = gpu.run(gpu.BenchmarkPart("methods", "methods_large", 60, ""), smoke(), before, 60.0)
-    assert [(row["case"], "error" in row) for row in found["rows"]] == [
+    assert [(row["case"], "failed" in row) for row in found["rows"]] == [
         ("d", False), ("a", False), ("b", False), ("c", True)
     ]  # fmt: skip
 
@@ -447,3 +450,32 @@ def test_after_near_ties_only_transfers_may_differ():
     assert agreement.same_counts(counters(3, 1), counters(5, 1), 1)
     assert not agreement.same_counts(counters(3, 1), counters(6, 1), 1)
     assert not agreement.same_counts(counters(3, 1), counters(3, 2), 1)
+
+
+def compared_rows(wrong=()):
+    """Rows as parts give them that compare: a figure called error, and whether they agree."""
+    kernels = [{"case": f"kernel {n}", "error": n / 1e9, "agrees": n not in wrong, "problem": ""} for n in range(129)]
+    agreement = [{"case": f"tau {n}", "error": 0.0, "agrees": True} for n in range(6)]
+    return {"kernels": kernels, "agreement": agreement}
+
+
+@pytest.mark.parametrize("wrong", [(), (3, 77)])
+def test_every_comparison_is_kept_and_one_that_disagrees_is_an_exit_code(wrong, monkeypatch, tmp_path, capfd):
+    output, found = tmp_path / "gpu.json", compared_rows(wrong)
+    monkeypatch.setattr(gpu, "rows_of", lambda part, *_: iter(found.get(part.name, [{"device": "made up"}])))
+    monkeypatch.setattr(gpu, "prepare", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--smoke", "--parts", "machine,kernels,agreement", "-o", str(output)])
+    with pytest.raises(SystemExit) if wrong else nullcontext() as ended:
+        gpu.main()
+    parts = json.loads(output.read_text())["parts"]
+    assert {name: len(parts[name]["rows"]) for name in found} == {"kernels": 129, "agreement": 6}
+    out, _ = capfd.readouterr()
+    assert f"kernels: {129 - len(wrong)} of 129 agree" in out
+    assert "agreement: 6 of 6 agree" in out
+    if wrong:
+        # A text goes to stderr, and the exit code is 1.
+        assert ended.value.code == "kernels: kernel 3, kernel 77 differ from the reference"
+
+
+def test_no_two_kernels_share_a_name():
+    assert len({case.name for case in CASES}) == len(CASES) > 100
