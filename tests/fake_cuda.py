@@ -11,11 +11,14 @@ from functools import partial
 
 import torch
 from kernel_modules import kernel_modules
+from registrar import pinned_in_name_only
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from kvcli.runtime.gpu import recorder
 
 CUDA = torch.device("cuda", 0)
 PAIR = CUDA, torch.device("cuda", 1)
@@ -156,6 +159,7 @@ class Graphs(Watch):
         }
         for name, fake in made.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(recorder, "pinned_allocator", pinned_in_name_only)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.open is None:

@@ -2,6 +2,9 @@
 
 import threading
 import time
+from functools import cache
+
+from kvcli.memory.pinned import PinnedAllocator
 
 
 class FakeRegistrar:
@@ -30,6 +33,12 @@ class FakeRegistrar:
             raise RuntimeError("a graph is being captured")
         del self.held[address]
         self.threads.add(threading.current_thread())
+
+
+@cache
+def pinned_in_name_only(device):
+    """Stand in for `pinned_allocator` where there is no device."""
+    return PinnedAllocator(FakeRegistrar())
 
 
 def eventually(condition):

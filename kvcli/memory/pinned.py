@@ -19,9 +19,9 @@ import os
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -98,14 +98,15 @@ class PinnedAllocator:
 
     Urgent requests come before all others: the beginning of a prompt must not wait for the room of its KV. `registered`
     are the mappings that a device knows, by address. A mapping is unmapped only after the device has forgotten it: one
-    that cannot be unregistered, say while a CUDA graph is being captured, is tried again when the next one is freed. A
-    request whose future is dropped before its turn is never served.
+    that cannot be unregistered is tried again when the next one is freed, or after `unpinning_held`. A request whose
+    future is dropped before its turn is never served.
     """
 
     def __init__(self, registrar: CudaHostRegistrar):
         self.registrar = registrar
         self.registered: dict[int, mmap.mmap] = {}
         self._freed: set[int] = set()  # addresses to unregister
+        self._unpinning = threading.Lock()
         self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an address: to free; None: wakes the thread
         self._urgent: SimpleQueue[_Request] = SimpleQueue()  # served first
         self._ahead: defaultdict[Wanted, deque[Future[Tensor]]] = defaultdict(deque)
@@ -131,6 +132,19 @@ class PinnedAllocator:
     def forget(self) -> None:
         """Drop what was prepared but not requested."""
         self._ahead.clear()
+
+    @contextmanager
+    def unpinning_held(self) -> Iterator[None]:
+        """Unpin nothing within this context; what is being unpinned is waited for, what is freed meanwhile waits.
+
+        While a CUDA graph is captured nobody may wait for the device, as unpinning does: it would break the capture.
+        Pinning goes on, for which the device is not waited for.
+        """
+        try:
+            with self._unpinning:
+                yield
+        finally:
+            self._queue.put(None)  # wakes the thread, for what waits
 
     def _ask(self, shape: tuple[int, ...], dtype: torch.dtype, urgent: bool = False) -> Future[Tensor]:
         future: Future[Tensor] = Future()
@@ -165,10 +179,12 @@ class PinnedAllocator:
             task = self._queue.get()
             while not self._closing and not self._urgent.empty():  # no other thread takes from it
                 self._serve(self._urgent.get())
-            if isinstance(task, int) and not self._closing:
-                self._unregister(task)
-            elif isinstance(task, _Request) and not self._closing:
+            if self._closing:
+                break
+            if isinstance(task, _Request):
                 self._serve(task)
+            else:
+                self._unregister(*() if task is None else (task,))
 
     def _serve(self, request: _Request) -> None:
         future = request.future()
@@ -204,12 +220,18 @@ class PinnedAllocator:
         return tensor
 
     def _unregister(self, *addresses: int) -> None:
+        """Unregister these and what could not be before; where unpinning is held, its end wakes the thread again."""
         self._freed.update(addresses)
-        for address in tuple(self._freed):
-            with suppress(RuntimeError):  # the device still knows it: keep it mapped
-                self.registrar.unregister(address)
-                self._freed.remove(address)
-                del self.registered[address]  # unmaps it, unless a tensor holds it
+        if not self._unpinning.acquire(blocking=False):
+            return
+        try:
+            for address in tuple(self._freed):
+                with suppress(RuntimeError):  # the device still knows it: keep it mapped
+                    self.registrar.unregister(address)
+                    self._freed.remove(address)
+                    del self.registered[address]  # unmaps it, unless a tensor holds it
+        finally:
+            self._unpinning.release()
 
 
 class _Request(NamedTuple):

@@ -97,6 +97,27 @@ def test_memory_that_cannot_be_unregistered_stays_mapped_and_is_tried_again(note
     eventually(lambda: pinned.registered == notes.held == {})
 
 
+def test_while_unpinning_is_held_memory_is_pinned_and_none_is_unpinned(notes, pinned):
+    tensor = pinned.allocate((8,), torch.uint8).result(10)
+    address = tensor.data_ptr()
+    with pinned.unpinning_held():
+        del tensor
+        other = pinned.allocate((9,), torch.uint8).result(10)
+        assert set(notes.held) == set(pinned.registered) == {address, other.data_ptr()}
+    eventually(lambda: set(pinned.registered) == set(notes.held) == {other.data_ptr()})
+
+
+def test_unpinning_that_has_begun_is_waited_for_before_it_is_held(notes, pinned, monkeypatch):
+    begun, go, unregister = threading.Event(), threading.Event(), notes.unregister
+    monkeypatch.setattr(notes, "unregister", lambda address: (begun.set(), go.wait(10), unregister(address)))
+    tensor = pinned.allocate((8,), torch.uint8).result(10)
+    del tensor
+    assert begun.wait(10)
+    threading.Timer(0.05, go.set).start()
+    with pinned.unpinning_held():
+        assert notes.held == {}
+
+
 def test_closing_unregisters_what_is_still_in_use_and_leaves_it_readable(notes):
     pinned = PinnedAllocator(notes)
     tensor = pinned.allocate((8,), torch.uint8).result(10).fill_(3)

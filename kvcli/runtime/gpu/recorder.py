@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.compat import end_broken_capture
+from kvcli.memory.pinned import pinned_allocator
 from kvcli.runtime.device_transfer import Carrier
 
 # The streams of a step: a main stream, others in parallel, and points that they wait for.
@@ -201,6 +202,8 @@ class CudaRecorder(Recorder):
                 within.enter_context(torch.cuda.stream(self.streams[device]))
             for _ in range(WARM_UP):
                 rehearse()
+            for device in self.streams:  # other threads unpin what is freed; they would wait for the device meanwhile
+                within.enter_context(pinned_allocator(device).unpinning_held())
             gc.collect()  # memory that is freed during a capture may abort it
             for device in self.devices:
                 torch.cuda.synchronize(device)

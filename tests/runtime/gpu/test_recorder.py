@@ -3,16 +3,19 @@
 import gc
 import weakref
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from engine import run
 from families import VOCAB, tiny_model
+from registrar import FakeRegistrar, eventually, pinned_in_name_only
 from stated import settings
 
+from kvcli.memory.pinned import PinnedAllocator
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import BlockingStepper
+from kvcli.runtime.gpu import recorder as recorder_module
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.recorder import WARM_UP, CaptureError, CudaRecorder, CudaStreams
 from kvcli.runtime.gpu.stepper import SlotStepper
@@ -83,6 +86,7 @@ class Device:
         }
         for name, fake in made.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(recorder_module, "pinned_allocator", pinned_in_name_only)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release)
 
@@ -145,6 +149,32 @@ def test_what_fails_before_the_capture_is_no_capture_that_failed(device):
     with pytest.raises(RuntimeError, match="out of memory"):
         CudaRecorder(DEVICE).record(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")), lambda: None)
     assert device.as_before()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_nothing_is_unpinned_during_a_capture_and_everything_after_it(broken, device, monkeypatch):
+    """To unpin, the device is waited for, which a capture does not allow; pinning goes on."""
+    notes, captured, tensors = FakeRegistrar(), [], []
+    unregister = notes.unregister
+    monkeypatch.setattr(
+        notes, "unregister", lambda address: (captured.append(bool(device.allocating)), unregister(address))
+    )
+    memory = PinnedAllocator(notes)
+    monkeypatch.setattr(recorder_module, "pinned_allocator", lambda _: memory)
+    tensors += [memory.allocate((8,), torch.uint8).result(10) for _ in range(64)]
+
+    def work():
+        tensors.clear()
+        kept.append(memory.allocate((9,), torch.uint8).result(10))  # in order: the thread has seen all that was freed
+        if broken:
+            device.break_off()
+
+    kept = []
+    with pytest.raises(CaptureError) if broken else nullcontext():
+        CudaRecorder(DEVICE).record(lambda: None, work)
+    eventually(lambda: list(notes.held.values()) == [9])
+    assert captured == [False] * 64
+    memory.close()
 
 
 @pytest.mark.parametrize("layer", [0, 2])
