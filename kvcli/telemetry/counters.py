@@ -31,6 +31,10 @@ class Count(IntEnum):
     DISK_WAIT_US = 12
 
 
+NONE = (0,) * len(Count)
+"""Counts of a layer in a step that has counted nothing."""
+
+
 class Counters:
     """Counts by step, layer and `Count`. Of the prefill, which is no step, only bytes written out and waits are kept.
 
@@ -40,7 +44,8 @@ class Counters:
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
         self.warmup = 0
-        self.counts: list[list[list[int]]] = []  # [steps][layers][Count]
+        # [steps][layers][Count]; tuples of numbers, unlike lists, are not looked through whenever garbage is collected.
+        self.counts: list[list[tuple[int, ...]]] = []
         self.heads: list[dict[Count, list[int]]] = [{} for _ in range(num_layers)]  # [layers][Count][Hk]
         self.prefill_bytes_to_host = 0
         self.prefill_bytes_to_disk = 0
@@ -48,12 +53,13 @@ class Counters:
 
     def next_step(self) -> None:
         """Begin the next decode step."""
-        self.counts.append([[0] * len(Count) for _ in range(self.num_layers)])
+        self.counts.append([NONE] * self.num_layers)
 
     def add(self, layer: int, count: Count, amount: int, step: int = -1) -> None:
         """Count in a step, by default the current one."""
         if self.counts:
-            self.counts[step][layer][count] += amount
+            row = self.counts[step][layer]
+            self.counts[step][layer] = (*row[:count], row[count] + amount, *row[count + 1 :])
         elif count is Count.BYTES_TO_HOST:
             self.prefill_bytes_to_host += amount
         elif count is Count.BYTES_TO_DISK:
@@ -74,7 +80,7 @@ class Counters:
 
     def add_all(self, layer: int, amounts: Sequence[int], step: int) -> None:
         """Count everything of a layer and step at once, in the order of `Count`."""
-        self.counts[step][layer] = list(map(add, self.counts[step][layer], amounts))
+        self.counts[step][layer] = tuple(map(add, self.counts[step][layer], amounts))
 
     def correction(self) -> report.CorrectionCounts:
         """Total the checks and corrections of speculation."""

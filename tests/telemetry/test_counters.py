@@ -1,5 +1,7 @@
 """Counters: sums by step, layer and head."""
 
+import gc
+
 from kvcli.telemetry.counters import Count, Counters
 
 
@@ -24,3 +26,15 @@ def test_before_the_first_step_heads_count_nothing():
     counters.add_heads(0, Count.PAGES_REQUESTED, [3])
     assert counters.cache().layers[0].by_head is None
     assert counters.cache().pages_requested == 0
+
+
+def test_counts_are_not_looked_through_when_garbage_is_collected():
+    """A hundred thousand lists would make a step wait for it, again and again."""
+    counters = Counters(3)
+    for step in range(4):
+        counters.next_step()
+        counters.add(1, Count.MISSES, step)
+        counters.add_all(2, list(range(len(Count))), step)
+    gc.collect()
+    assert not any(gc.is_tracked(row) for of_step in counters.counts for row in of_step)
+    assert [of_step[1][Count.MISSES] for of_step in counters.counts] == [0, 1, 2, 3]

@@ -20,8 +20,9 @@ and the next step begins when all streams of this one are done.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -42,8 +43,8 @@ from kvcli.telemetry.counters import Count, Counters
 
 # The results of a pipeline's steps, kept on the device and read once in a while into the counters.
 
-STEPS = 256
-"""Steps between two readings."""
+STEPS = 16
+"""Steps between two readings; a reading comes when the host waits for a step anyway, and copies little."""
 
 
 class LayerStepStats(NamedTuple):
@@ -80,20 +81,57 @@ class LoggedLayer:
         return len(LayerStepStats._fields) if self.block_bytes else 0
 
 
+class AlikeLayers:
+    """Layers that differ by their number alone, so that their results are counted together."""
+
+    def __init__(self, layers: Sequence[LoggedLayer], batch: int):
+        self.of, self.layers = layers[0], [layer.layer for layer in layers]
+        self.shape = len(layers), self.of.size, batch, self.of.num_kv_heads
+        self.by_head: dict[Count, Tensor] = {}  # [layers, b, Hk] each: sums that the counters do not have yet
+
+    def amounts(self, part: Tensor, lengths: Tensor, timed: Tensor) -> Tensor:
+        """Count what was logged [steps, ..] after steps with these lengths [steps, b]: [b, steps, layers, Count].
+
+        Sums by head take in the steps of the sequences that are `timed` [steps, b].
+        """
+        steps, (layers, size, b, heads) = len(lengths), self.shape
+        if size:
+            found = LayerStepStats(*part.view(steps, *self.shape).unbind(2))  # [steps, layers, b, Hk] each
+        else:
+            found = LayerStepStats(
+                *torch.zeros(len(LayerStepStats._fields), steps, layers, b, heads, dtype=torch.int32)
+            )
+        counts = _by_head(self.of, found, lengths[:, None])
+        for count, of_heads in counts.items():
+            sums = (of_heads * timed[:, None, :, None]).sum(0)
+            self.by_head[count] = self.by_head[count] + sums if count in self.by_head else sums
+        return _amounts(self.of, counts, found, lengths[:, None]).permute(2, 0, 1, 3)
+
+
 class Log:
-    """Steps of b sequences, in the layers that choose; layers write the results of the present step to `found`."""
+    """Steps of b sequences, in the layers that choose; layers write the results of the present step to `found`.
+
+    The device keeps the last `STEPS` steps. `read` copies them to the host, where `count` takes them in, any number at
+    once: what counts one step at every step never makes the device wait.
+    """
 
     def __init__(self, layers: Sequence[LoggedLayer], lengths: Sequence[int], device: torch.device):
-        self.layers, self.lengths = layers, lengths
-        self.sizes = [layer.size * len(lengths) * layer.num_kv_heads for layer in layers]
+        alike: dict[LoggedLayer, list[LoggedLayer]] = {}
+        for layer in layers:
+            alike.setdefault(replace(layer, layer=0), []).append(layer)
+        self.groups = [AlikeLayers(group, len(lengths)) for group in alike.values()]
+        self.lengths = torch.tensor(lengths)
+        self.sizes = [math.prod(group.shape) for group in self.groups]
         self.present = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
         self.found = {
-            layer.layer: LayerStepStats(*part.view(layer.size, len(lengths), layer.num_kv_heads))
-            for layer, part in zip(layers, torch.split(self.present, self.sizes), strict=True)
-            if layer.size
+            layer: LayerStepStats(*own)
+            for group, part in zip(self.groups, torch.split(self.present, self.sizes), strict=True)
+            for layer, own in zip(group.layers, part.view(group.shape), strict=True)
+            if group.of.size
         }
         self.steps = torch.zeros(STEPS, len(self.present), dtype=torch.int32, device=device)
         self.next = torch.zeros(1, dtype=torch.int64, device=device)
+        self.rows, self.first = torch.zeros(0, len(self.present), dtype=torch.int32), 0  # on the host, from a step on
 
     @property
     def keeps(self) -> bool:
@@ -110,55 +148,63 @@ class Log:
             self.steps.index_copy_(0, self.next, self.present[None])
             self.next.add_(1).remainder_(STEPS)
 
+    def read(self, steps: range) -> None:
+        """Copy these of the last steps to the host; no multiple of `STEPS` lies within them. Waits for the device."""
+        start = steps.start % STEPS
+        self.rows, self.first = self.steps[start : start + len(steps)].to("cpu", copy=True), steps.start
+
     def count(self, counters: Sequence[Counters], steps: range) -> None:
-        """Count up to `STEPS` of the last steps, by their numbers; a sequence that had ended counts none of them."""
-        rows = self.steps[[step % STEPS for step in steps]].cpu()
-        lengths = torch.tensor(self.lengths) + torch.tensor(steps)[:, None] + 1  # [steps, b], after each
-        for layer, part in zip(self.layers, torch.split(rows, self.sizes, 1), strict=True):
-            shape = len(steps), len(self.lengths), layer.num_kv_heads
-            found = LayerStepStats(*torch.zeros(len(LayerStepStats._fields), *shape, dtype=torch.int32))
-            if layer.size:
-                found = LayerStepStats(*part.view(len(steps), layer.size, *shape[1:]).unbind(1))
-            heads = _by_head(layer, found, lengths)
-            amounts = _amounts(layer, heads, found, lengths).tolist()
-            for step, of_step in zip(steps, amounts, strict=True):
-                for own, counts in zip(counters, of_step, strict=True):
+        """Count steps that were read; a sequence that had ended counts none of them."""
+        rows = self.rows[steps.start - self.first : steps.stop - self.first]
+        numbers = torch.tensor(steps)[:, None]
+        lengths = self.lengths + numbers + 1  # [steps, b], after each
+        ran, warm = torch.tensor([(len(own.counts), own.warmup) for own in counters]).T  # [b] each
+        timed = (numbers >= warm) & (numbers < ran)
+        for group, part in zip(self.groups, torch.split(rows, self.sizes, 1), strict=True):
+            for own, of_sequence in zip(counters, group.amounts(part, lengths, timed).tolist(), strict=True):
+                for step, of_step in zip(steps, of_sequence, strict=True):
                     if step < len(own.counts):
-                        own.add_all(layer.layer, counts, step)
-            for row, own in enumerate(counters):
-                timed = [index for index, step in enumerate(steps) if own.warmup <= step < len(own.counts)]
-                for count, of_heads in heads.items():
-                    own.sum_heads(layer.layer, count, of_heads[timed, row].sum(0).tolist())
+                        for layer, amounts in zip(group.layers, of_step, strict=True):
+                            own.add_all(layer, amounts, step)
+
+    def pass_on(self, counters: Sequence[Counters]) -> None:
+        """Give the counters the sums by head of all steps that were counted."""
+        for group in self.groups:
+            for count, sums in group.by_head.items():
+                for layer, of_layer in zip(group.layers, sums.tolist(), strict=True):
+                    for own, of_heads in zip(counters, of_layer, strict=True):
+                        own.sum_heads(layer, count, of_heads)
+            group.by_head.clear()
 
 
-def _by_head(layer: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict[Count, Tensor]:
-    """Return each KV head's counts in a layer: found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Hk] each."""
+def _by_head(of: LoggedLayer, found: LayerStepStats, lengths: Tensor) -> dict[Count, Tensor]:
+    """Return each KV head's counts in layers: found [.., b, Hk] each, lengths [.., b] -> [.., b, Hk] each."""
     corrected = found.turn == Turn.CORRECTED
-    active = (lengths >= torch.tensor(layer.active_from))[..., None]
-    chose = found.turn != Turn.IDLE if layer.speculates else active
-    asked = selected_count(lengths, layer.layout)[..., None] * chose
+    active = (lengths >= torch.tensor(of.active_from))[..., None]
+    chose = found.turn != Turn.IDLE if of.speculates else active
+    asked = selected_count(lengths, of.layout)[..., None] * chose
     return {
         Count.HEADS_CHECKED: corrected | (found.turn == Turn.REUSED),
         Count.HEADS_CORRECTED: corrected,
-        Count.PAGES_REQUESTED: found.asked if layer.varies else asked.expand_as(corrected),
+        Count.PAGES_REQUESTED: found.asked if of.varies else asked.expand_as(corrected),
         Count.MISSES: found.missed_now + found.missed_later,
     }
 
 
-def _amounts(layer: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepStats, lengths: Tensor) -> Tensor:
-    """Sum up a layer's counts: heads and found [steps, b, Hk] each, lengths [steps, b] -> [steps, b, Count]."""
+def _amounts(of: LoggedLayer, heads: dict[Count, Tensor], found: LayerStepStats, lengths: Tensor) -> Tensor:
+    """Sum up the counts of layers: heads and found [.., b, Hk] each, lengths [.., b] -> [.., b, Count]."""
     sums = {count: of_heads.sum(-1) for count, of_heads in heads.items()}
-    indexed = layer.layout.size * layer.layout.group  # tokens that are written out together
-    together = layer.num_kv_heads * layer.layout.group * layer.block_bytes
-    written = (lengths % indexed == 0) * torch.tensor(layer.writes) * together
+    indexed = of.layout.size * of.layout.group  # tokens that are written out together
+    together = of.num_kv_heads * of.layout.group * of.block_bytes
+    written = (lengths % indexed == 0) * torch.tensor(of.writes) * together
     amounts = {
         **sums,
         Count.FIRST_RETRIEVALS: (found.turn == Turn.FIRST).sum(-1),
-        Count.BYTES_TO_DEVICE: sums[Count.MISSES] * layer.block_bytes,
-        Count.BYTES_TO_HOST: written,
-        Count.BYTES_EXPOSED: found.missed_now.sum(-1) * layer.block_bytes,
+        Count.BYTES_TO_DEVICE: sums[Count.MISSES] * of.block_bytes,
+        Count.BYTES_TO_HOST: written.expand(found.turn.shape[:-1]),
+        Count.BYTES_EXPOSED: found.missed_now.sum(-1) * of.block_bytes,
     }
-    none = torch.zeros_like(written)  # graphs do not read from a disk
+    none = torch.zeros_like(sums[Count.MISSES])  # graphs do not read from a disk
     return torch.stack([amounts.get(count, none) for count in Count], -1)
 
 

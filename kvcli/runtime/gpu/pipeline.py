@@ -242,7 +242,7 @@ class SlotPipeline:
             for layer, each in enumerate(slots)
         ]
         self.turned = {layer: self._rotations(layer) for layer in self.predicted}
-        self.steps = self.counted = 0
+        self.steps = self.read = self.counted = 0  # run; of these read from the device; of these counted
 
     @property
     def waits_for_device(self) -> bool:
@@ -308,13 +308,12 @@ class SlotPipeline:
             side.streams.forget()
 
     def count(self) -> None:
-        """Count the results of the steps so far, every `STEPS` steps and at the end. Waits for the device."""
-        counters = [method.context.counters for method in self.methods]
+        """Count the results of all steps so far. Waits for the device."""
+        self._count(self.read)
+        self._read()
+        self._count(self.read)
         for side in self.sides.values():
-            side.log.count(counters, range(self.counted, self.steps))
-        for whole in self.whole.values():
-            whole.count(counters, range(self.counted, self.steps))
-        self.counted = self.steps
+            side.log.pass_on(self.counters)
 
     def finish(self) -> None:
         """Count the last steps, and pass the tallies of their layers' choices to the methods."""
@@ -326,10 +325,35 @@ class SlotPipeline:
                     method.take_tally(index, {name: numbers[row] for name, numbers in tally.items()})
 
     def stepped(self) -> None:
-        """Record that a step was run."""
+        """Record that a step was begun, and count one before it while the device is busy.
+
+        Every so many steps their results are read, for which the host waits until this step is done, as it then does
+        for the step's token.
+        """
         self.steps += 1
-        if self.steps - self.counted == STEPS:
-            self.count()
+        self._count(min(self.counted + 1, self.read))
+        if self.steps % STEPS == 0:
+            self._read()
+
+    @property
+    def counters(self) -> list[Counters]:
+        """The counters of the sequences."""
+        return [method.context.counters for method in self.methods]
+
+    def _read(self) -> None:
+        for side in self.sides.values():
+            side.log.read(range(self.read, self.steps))
+        self.read = self.steps
+
+    def _count(self, stop: int) -> None:
+        """Count the steps up to `stop`, which were read."""
+        steps, counters = range(self.counted, stop), self.counters
+        if steps:
+            for side in self.sides.values():
+                side.log.count(counters, steps)
+            for whole in self.whole.values():
+                whole.count(counters, steps)
+        self.counted = stop
 
     def _whole(
         self, lengths: Mapping[torch.device, StepLengths], streams: Mapping[torch.device, Streams]

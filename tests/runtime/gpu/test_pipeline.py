@@ -1,5 +1,8 @@
 """Steps over slots against the blocking pipeline: the same texts, the same counts, whatever the streams do."""
 
+import statistics
+import sys
+
 import pytest
 import torch
 from engine import SPARE, new_method, run
@@ -112,6 +115,28 @@ def test_more_steps_than_the_log_holds(monkeypatch):
     monkeypatch.setattr("kvcli.runtime.gpu.pipeline.STEPS", 8)
     steps = (tiny_model("llama"), "freekv", SMALL, prompts(), 27)
     assert outcome(run(*steps, streams=SerialStreams())) == outcome(run(*steps))
+
+
+def test_counting_makes_no_step_longer_than_the_others(monkeypatch):
+    """By a clock that ticks with every call of a function: of 1,000 steps of a batch of eight nothing but counting."""
+    layers = [LayerGeometry(index, 4, 2, 8, None, True) for index in range(6)]
+    length, softmax = 60, Softmax(1.0)
+    methods = [new_method("freekv", SMALL, layers, length + 1000 + SPARE) for _ in range(8)]
+    for method in methods:
+        for layer in range(len(layers)):
+            k, v = torch.randn(2, 2, length, 8)
+            method.prefill(layer, k, v, k[:, :0], softmax)
+    pipeline, ticks = SlotPipeline(methods, [length] * 8, SerialStreams()), []
+    pipeline.start()
+    for _ in range(1000):
+        for method in methods:
+            method.context.counters.next_step()
+        ticks.append(0)
+        sys.setprofile(lambda *_: ticks.append(ticks.pop() + 1))
+        pipeline.stepped()
+        sys.setprofile(None)
+    median, most = statistics.median(ticks), max(ticks)
+    assert most <= 1.2 * median, f"{most} calls in one step, {median} in most"
 
 
 def test_the_caller_has_its_tensors_back():
