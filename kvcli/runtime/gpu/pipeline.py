@@ -36,11 +36,13 @@ STREAM = "recall 0"
 
 
 class WholeLayers:
-    """The layers of one device: `parts` are the slots of every layer's sequences, in host memory."""
+    """The layers of one device: `parts` are the slots of every layer's sequences, in host memory.
 
-    def __init__(self, parts: Mapping[int, Sequence[LayerSlots]], lengths: StepLengths, streams: Streams):
-        self.order, self.lengths, self.streams = list(parts), lengths, streams
-        self.seen = seen = lengths.seen
+    `first` are the tokens of the sequences before the first step, `seen` [b] those of the present one, on the device.
+    """
+
+    def __init__(self, parts: Mapping[int, Sequence[LayerSlots]], first: Sequence[int], seen: Tensor, streams: Streams):
+        self.order, self.first, self.seen, self.streams = list(parts), first, seen, streams
         tokens = {layer: [part.kv.transpose(1, 2) for part in own] for layer, own in parts.items()}
         self.host = {layer: HostTokens.of(own, seen.device) for layer, own in tokens.items()}
         self.rows = max(host.longest for host in self.host.values())
@@ -90,11 +92,10 @@ class WholeLayers:
 
     def count(self, counters: Sequence[Counters], steps: range) -> None:
         """Count the steps that each sequence took."""
-        lengths = self.lengths.first.tolist()  # before the first step
         for layer, host in self.host.items():
             _, parts, heads, d = host.shape
             token = parts * heads * d * host.tokens[0].element_size()
-            for own, length in zip(counters, lengths, strict=True):
+            for own, length in zip(counters, self.first, strict=True):
                 for step in steps[: max(0, len(own.counts) - steps.start)]:
                     brought = (length + step + 1) * token
                     early = step > 0 or layer != self.order[0]
@@ -223,7 +224,7 @@ class SlotPipeline:
         assert rates is None or len(set(self.devices)) == 1
         of_device = {device: StepLengths(lengths, len(self.devices), device) for device in dict.fromkeys(self.devices)}
         of_streams = {device: streams if isinstance(streams, Streams) else streams[device] for device in of_device}
-        self.whole = self._whole(of_device, of_streams) if isinstance(plan.fetch, Whole) else {}
+        self.whole = self._whole(lengths, of_device, of_streams) if isinstance(plan.fetch, Whole) else {}
         slots = [self._slots(layer, of_device[device]) for layer, device in enumerate(self.devices)]
         chosen = {layer for layer in methods[0].retrieval if plan.index is not None}
         logged = {layer: _logged(layer, each, plan) for layer, each in enumerate(slots) if layer in chosen}
@@ -356,7 +357,10 @@ class SlotPipeline:
         self.counted = stop
 
     def _whole(
-        self, lengths: Mapping[torch.device, StepLengths], streams: Mapping[torch.device, Streams]
+        self,
+        first: Sequence[int],
+        lengths: Mapping[torch.device, StepLengths],
+        streams: Mapping[torch.device, Streams],
     ) -> dict[torch.device, WholeLayers]:
         """Find the layers of each device that are fetched whole."""
         parts = {layer: self._parts(layer) for layer in self.methods[0].retrieval}
@@ -366,7 +370,7 @@ class SlotPipeline:
         for device, its in lengths.items():
             own = {layer: each for layer, each in parts.items() if self.devices[layer] == device}
             if own:
-                found[device] = WholeLayers(own, its, streams[device])
+                found[device] = WholeLayers(own, first, its.seen, streams[device])
         return found
 
     def _parts(self, layer: int) -> list[LayerSlots]:
