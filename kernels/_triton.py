@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "ALL_REGISTERS",
     "interpreted",
     "jit",
     "last_to_arrive",
@@ -79,13 +80,29 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+ALL_REGISTERS = 255
+"""Of a thread. The assembler spills a few of them to let more programs run side by side, which is of no use to kernels
+of few programs.
+"""
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    warps: int = 4,
+    stages: int = 2,
+    registers: int | None = None,
+    **constants: Any,
+) -> None:
     """Run `grid` programs of a kernel on the current stream, with `constants` as its tl.constexpr arguments.
 
     The first launch with new constants or types compiles and loads the kernel: make it before capturing a CUDA graph.
+    `registers` are those that a thread may take, by default as many as the assembler thinks best.
     """
     # Fused multiply-add is set because triton 3.9 warns otherwise.
-    kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
+    kernel[grid](*args, **constants, **options)
 
 
 def multiprocessors(x: Tensor) -> int:

@@ -13,7 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, same_strides, takes, tl
+from kvcli.kernels._triton import (
+    ALL_REGISTERS,
+    jit,
+    launch,
+    power_of_two,
+    require,
+    require_whole,
+    same_strides,
+    takes,
+    tl,
+)
 from kvcli.kernels.page_scores import blocks, page_cuboid, page_summary_ref, store_bounds
 from kvcli.kernels.page_table import PagedKV, filled_pages, slot_of, slot_of_page
 from kvcli.kernels.recall import HostPages, constants
@@ -408,6 +418,7 @@ def take_in_filled_page(
         HK=num_kv_heads,
         CUBOID=cuboid,
         PARTS=2 if host is None else host.parts,
+        registers=ALL_REGISTERS,
         **blocks(layout.size, d),
     )
     return None

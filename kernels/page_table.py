@@ -31,7 +31,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvcli.kernels._numba import compiled, prange, run, run_alone, serial, serves
-from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, same_strides, takes, tl
+from kvcli.kernels._triton import (
+    ALL_REGISTERS,
+    jit,
+    launch,
+    power_of_two,
+    require,
+    require_whole,
+    same_strides,
+    takes,
+    tl,
+)
 
 EMPTY = -1
 """The page of an empty slot."""
@@ -495,6 +505,26 @@ def nth_miss(
 
 
 @jit
+def misses_from(
+    entry: tl.tensor,
+    total: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tl.tensor:
+    """Look several entries up like `nth_miss`; of those beyond the `total` page and slot are 0."""
+    pair = tl.sum((ends[None, :] <= entry[:, None]).to(tl.int32), axis=1)
+    before = tl.sum(tl.where(tl.arange(0, BLOCK_P)[None, :] < pair[:, None], counts[None, :], 0), axis=1)
+    at, there = pair * K + entry - before, entry < total
+    page, slot = tl.load(pages + at, mask=there, other=0), tl.load(slots + at, mask=there, other=0)
+    return tl.where(there, pair // HK, 0).to(tl.int64), (pair % HK).to(tl.int64), page, slot
+
+
+@jit
 def _resolve_kernel(
     resident: tl.tensor,
     selected: tl.tensor,
@@ -533,6 +563,11 @@ def resolve_pages_device(resident: Tensor, selected: Tensor, misses: MissList, h
         return resolve_pages_device_ref(resident, selected, misses, heads)
     blocks = {"K": k, "BLOCK_K": power_of_two(k)}
     launch(
-        _resolve_kernel, (b * num_kv_heads,), resident, selected, heads, *misses, **blocks, warps=4 if k <= 1024 else 8
+        _resolve_kernel,
+        (b * num_kv_heads,),
+        *(resident, selected, heads, *misses),
+        **blocks,
+        warps=4 if k <= 1024 else 8,
+        registers=ALL_REGISTERS,
     )
     return None

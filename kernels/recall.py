@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import jit, launch, power_of_two, rows_at_once, takes, tl
-from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, misses_of_heads, nth_miss
+from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, misses_from, misses_of_heads, nth_miss
 from kvcli.kernels.quant import BlockFormat
 
 HostLayout = Literal["hnd", "nhd"]
@@ -148,6 +148,9 @@ class HostPages:
 
 QUANTISED_ELEMENTS = 4096  # codes of keys, or of values, held at once per program
 
+PROGRAM_TOKENS = 32
+"""Tokens that a program should have in flight; pages that are brought one at a time take more programs if smaller."""
+
 
 def gather_quantised_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
     """Reference of `gather_quantised`: page by page."""
@@ -164,50 +167,61 @@ def gather_quantised_ref(host: HostPages, misses: MissList, rows: PagedKV) -> No
 
 
 @jit
-def _read_part(
+def _read_rows(
     block: tl.tensor,
     scales: tl.tensor,
     target: tl.tensor,
-    row_stride: tl.tensor,
     sizes: tl.tensor,
+    row: tl.tensor,
+    group: tl.tensor,
+    mine: tl.tensor,
+    row_stride: tl.tensor,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
     W: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
 ) -> None:
-    """Dequantise a part of a block, codes [SIZE, W] at `block` and s, z at `scales`, into rows at `target`.
+    """Dequantise rows [R], those that are `mine`, of a part of blocks: codes [SIZE, W] at `block`, s and z at `scales`.
 
-    Numbers are multiplied by the `sizes` of their channels, if there are any.
+    `block`, `scales`, `target` and `sizes` are those of one block, or of each row's, [R, 1]. `group` is the one of the
+    groups of tokens that all rows are in (ONE_GROUP), or each row's, [R, 1]. Numbers are multiplied by the `sizes` of
+    their channels, if there are any.
     """
     halves: tl.constexpr = 8 // BITS
     columns: tl.constexpr = halves * W // CHANNELS  # groups in a row of groups
-    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_W)
-    for start in range(0, SIZE, BLOCK_R):
-        row = start + r
-        inside = (row < SIZE)[:, None] & (c < W)[None, :]
-        codes = tl.load(block + row[:, None] * W + c[None, :], mask=inside, other=0)
-        for half in tl.static_range(halves):
-            column = half * W // CHANNELS + c // CHANNELS
-            if TOKENS > 1:  # all rows of a block share their groups
-                at = (start // TOKENS * columns + column)[None, :]
-                there = (c < W)[None, :]
-            elif CHANNELS == W:
-                at = (row * columns + half)[:, None]
-                there = (row < SIZE)[:, None]
-            else:
-                at = row[:, None] * columns + column[None, :]
-                there = inside
-            scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
-            zero = tl.load(scales + SIZE // TOKENS * columns + at, mask=there, other=0.0).to(tl.float32)
-            code = codes if BITS == 8 else (codes >> (4 * half)) & 15
-            numbers = zero + scale * code.to(tl.float32)
-            if sizes is not None:
-                numbers *= tl.load(sizes + half * W + c, mask=c < W, other=0.0)[None, :]
-            here = row.to(tl.int64)[:, None] * row_stride + (half * W + c)[None, :]
-            tl.store(target + here, numbers.to(target.dtype.element_ty), mask=inside)
+    wide: tl.constexpr = [row.shape[0], W // CHANNELS, CHANNELS]
+    c = tl.arange(0, BLOCK_W)
+    inside = mine[:, None] & (c < W)[None, :]
+    codes = tl.load(block + row[:, None] * W + c[None, :], mask=inside, other=0)
+    for half in tl.static_range(halves):
+        column = half * W // CHANNELS + c // CHANNELS
+        if TOKENS > 1:
+            at = group * columns + column[None, :]
+            there = (c < W)[None, :] if ONE_GROUP else inside
+        elif CHANNELS == W:
+            at = (row * columns + half)[:, None]
+            there = mine[:, None]
+        elif ONE_GROUP:
+            at = row[:, None] * columns + column[None, :]
+            there = inside
+        else:  # a scale is read once, not for each of its channels: many threads would ask the host for it
+            at = row[:, None] * columns + (half * W // CHANNELS + tl.arange(0, W // CHANNELS))[None, :]
+            there = mine[:, None]
+        scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+        zero = tl.load(scales + SIZE // TOKENS * columns + at, mask=there, other=0.0).to(tl.float32)
+        if (TOKENS == 1) & (CHANNELS < W) & (not ONE_GROUP):
+            scale = tl.reshape(tl.broadcast_to(scale[:, :, None], wide), [row.shape[0], W])
+            zero = tl.reshape(tl.broadcast_to(zero[:, :, None], wide), [row.shape[0], W])
+        code = codes if BITS == 8 else (codes >> (4 * half)) & 15
+        numbers = zero + scale * code.to(tl.float32)
+        if sizes is not None:
+            known = (c < W)[None, :] if ONE_GROUP else inside
+            numbers *= tl.load(sizes + half * W + c[None, :], mask=known, other=0.0)
+        here = row.to(tl.int64)[:, None] * row_stride + (half * W + c)[None, :]
+        tl.store(target + here, numbers.to(target.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -237,29 +251,62 @@ def _gather_quantised_kernel(
     KEY_TOKENS: tl.constexpr,
     KEY_CHANNELS: tl.constexpr,
     KEY_SCALES: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
+    """Bring a page at a time, or so many small ones TOGETHER that every thread has 16 bytes to read."""
     counts, ends, total = misses_of_heads(count, PAIRS, BLOCK_P)
-    for entry in range(tl.program_id(0), total, programs):
-        b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
-        address = tl.load(addresses + b * most_pieces + page // per_piece)
-        block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)  # see `gather_pages`
-        block += ((page % per_piece).to(tl.int64) * HK + h) * BYTES
-        scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
-        target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
-        if PARTS == 2:
-            own = sizes
-            if sizes is not None:
-                own += (b * HK + h) * W * (8 // BITS)
-            _read_part(
-                block, scales, k + target, kv_row, own, KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_K, BLOCK_W
-            )
-            block += SIZE * W
-            scales += 2 * KEY_SCALES
-        _read_part(block, scales, v + target, kv_row, None, 1, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
+    if TOGETHER == 1:
+        for entry in range(tl.program_id(0), total, programs):
+            b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
+            address = tl.load(addresses + b * most_pieces + page // per_piece)
+            block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)  # see `gather_pages`
+            block += ((page % per_piece).to(tl.int64) * HK + h) * BYTES
+            scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
+            target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
+            if PARTS == 2:
+                own = sizes
+                if sizes is not None:
+                    own += (b * HK + h) * W * (8 // BITS)
+                for start in range(0, SIZE, BLOCK_K):
+                    # fmt: off
+                    row = start + tl.arange(0, BLOCK_K)
+                    _read_rows(block, scales, k + target, own, row, start // KEY_TOKENS, row < SIZE, kv_row,
+                               KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_W, True)
+                    # fmt: on
+                block += SIZE * W
+                scales += 2 * KEY_SCALES
+            for start in range(0, SIZE, BLOCK_R):
+                row = start + tl.arange(0, BLOCK_R)
+                _read_rows(
+                    block, scales, v + target, None, row, 0, row < SIZE, kv_row, 1, W, BITS, SIZE, W, BLOCK_W, True
+                )
+    else:
+        r = tl.arange(0, BLOCK_R)
+        row = r % SIZE
+        for first in range(tl.program_id(0) * TOGETHER, total, programs * TOGETHER):
+            entry = first + r // SIZE
+            mine = (r < TOGETHER * SIZE) & (entry < total)
+            b, h, page, slot = misses_from(entry, total, counts, ends, pages, slots, HK, K, BLOCK_P)
+            address = tl.load(addresses + b * most_pieces + page // per_piece, mask=mine, other=0)
+            block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+            block = (block + ((page % per_piece).to(tl.int64) * HK + h) * BYTES)[:, None]
+            scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
+            target = (b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row)[:, None]
+            if PARTS == 2:
+                own = sizes
+                if sizes is not None:
+                    own += ((b * HK + h) * W * (8 // BITS))[:, None]
+                # fmt: off
+                _read_rows(block, scales, k + target, own, row, (row // KEY_TOKENS)[:, None], mine, kv_row,
+                           KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_W, False)
+                # fmt: on
+                block += SIZE * W
+                scales += 2 * KEY_SCALES
+            _read_rows(block, scales, v + target, None, row, 0, mine, kv_row, 1, W, BITS, SIZE, W, BLOCK_W, False)
 
 
 def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs: int) -> None:
@@ -269,6 +316,11 @@ def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs:
     if not takes(rows.k):
         return gather_quantised_ref(host, misses, rows)
     b, num_kv_heads, _, _ = rows.k.shape
+    held = max(1, QUANTISED_ELEMENTS // power_of_two(form.width))
+    shapes = (form.width, form.key_groups.channels) if form.sized else ()  # of what is reshaped
+    together = max(1, held // form.size) if all(n == power_of_two(n) for n in shapes) else 1
+    if together == 1:
+        programs = max(programs, programs * PROGRAM_TOKENS // form.size)
     launch(
         _gather_quantised_kernel,
         (programs,),
@@ -277,8 +329,9 @@ def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs:
         HK=num_kv_heads,
         PAIRS=b * num_kv_heads,
         K=rows.layout.selected,
+        TOGETHER=together,
         BLOCK_P=power_of_two(b * num_kv_heads),
-        **constants(form),
+        **(constants(form) | ({"BLOCK_R": held} if together > 1 else {})),
     )
     return None
 
@@ -303,7 +356,7 @@ def constants(form: BlockFormat) -> dict[str, int]:
 
 
 PROGRAMS = 32
-"""Programs that share the list: with 16 KiB per page, about half a mebibyte is in flight."""
+"""Programs that share the list: with 16 KiB held by each, half a mebibyte is in flight."""
 
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, held at once per program
 
@@ -317,6 +370,26 @@ def gather_pages_ref(host: HostPages, misses: MissList, rows: PagedKV) -> None:
             block = host.block(b, int(misses.pages[b, h, j]), h)
             for target, source in zip((rows.k, rows.v)[-len(block) :], block, strict=True):
                 target[b, h, start : start + size] = source
+
+
+@jit
+def _bring_rows(
+    there: tl.tensor,
+    here: tl.tensor,
+    inside: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    host_half: tl.tensor,
+    PARTS: tl.constexpr,
+) -> None:
+    """Copy rows from host memory at `there` to the offsets `here`; all is read before anything is written."""
+    if PARTS == 2:
+        keys = tl.load(there, mask=inside)
+        values = tl.load(there + host_half, mask=inside)
+        tl.store(k + here, keys, mask=inside)
+        tl.store(v + here, values, mask=inside)
+    else:
+        tl.store(v + here, tl.load(there, mask=inside), mask=inside)
 
 
 @jit
@@ -344,31 +417,39 @@ def _gather_kernel(
     SIZE: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
+    """Bring a page at a time, or so many small ones TOGETHER that every thread has 16 bytes to read."""
     counts, ends, total = misses_of_heads(count, PAIRS, BLOCK_P)
     r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    for entry in range(tl.program_id(0), total, programs):
-        b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
-        address = tl.load(addresses + b * most_pieces + page // per_piece)
-        # A hint on the pointer: the compiler does not know the alignment, and would read element by element.
-        source = tl.multiple_of(address.to(tl.pointer_type(k.dtype.element_ty)), 16)
-        source += (page % per_piece).to(tl.int64) * host_page + h * host_head
-        target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
-        for start in range(0, SIZE, BLOCK_R):
-            row = start + r
-            inside = (row < SIZE)[:, None] & (c < D)[None, :]
-            there = row.to(tl.int64)[:, None] * host_row + c[None, :]
-            here = target + row.to(tl.int64)[:, None] * kv_row + c[None, :]
-            if PARTS == 2:
-                keys = tl.load(source + there, mask=inside)
-                values = tl.load(source + host_half + there, mask=inside)
-                tl.store(k + here, keys, mask=inside)
-                tl.store(v + here, values, mask=inside)
-            else:
-                tl.store(v + here, tl.load(source + there, mask=inside), mask=inside)
+    if TOGETHER == 1:
+        for entry in range(tl.program_id(0), total, programs):
+            b, h, page, slot = nth_miss(entry, counts, ends, pages, slots, HK, K, BLOCK_P)
+            address = tl.load(addresses + b * most_pieces + page // per_piece)
+            # A hint on the pointer: the compiler does not know the alignment, and would read element by element.
+            source = tl.multiple_of(address.to(tl.pointer_type(k.dtype.element_ty)), 16)
+            source += (page % per_piece).to(tl.int64) * host_page + h * host_head
+            target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
+            for start in range(0, SIZE, BLOCK_R):
+                row = start + r
+                inside = (row < SIZE)[:, None] & (c < D)[None, :]
+                there = source + row.to(tl.int64)[:, None] * host_row + c[None, :]
+                here = target + row.to(tl.int64)[:, None] * kv_row + c[None, :]
+                _bring_rows(there, here, inside, k, v, host_half, PARTS)
+    else:
+        for first in range(tl.program_id(0) * TOGETHER, total, programs * TOGETHER):
+            entry, row = first + r // SIZE, r % SIZE
+            mine = (r < TOGETHER * SIZE) & (entry < total)
+            b, h, page, slot = misses_from(entry, total, counts, ends, pages, slots, HK, K, BLOCK_P)
+            address = tl.load(addresses + b * most_pieces + page // per_piece, mask=mine, other=0)
+            source = tl.multiple_of(address.to(tl.pointer_type(k.dtype.element_ty)), 16)
+            source += (page % per_piece).to(tl.int64) * host_page + h * host_head + row.to(tl.int64) * host_row
+            target = b * kv_batch + h * kv_head + ((sink + slot).to(tl.int64) * SIZE + row) * kv_row
+            inside = mine[:, None] & (c < D)[None, :]
+            _bring_rows(source[:, None] + c[None, :], target[:, None] + c[None, :], inside, k, v, host_half, PARTS)
 
 
 def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int = PROGRAMS) -> None:
@@ -388,6 +469,8 @@ def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int
     if not takes(rows.k):
         return gather_pages_ref(host, misses, rows)
     block_d = power_of_two(d)
+    rows_held = max(1, BLOCK_ELEMENTS // block_d)
+    together = max(1, rows_held // layout.size)
     launch(
         _gather_kernel,
         (programs,),
@@ -399,8 +482,9 @@ def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int
         SIZE=layout.size,
         D=d,
         PARTS=host.parts,
+        TOGETHER=together,
         BLOCK_P=power_of_two(b * num_kv_heads),
-        BLOCK_R=rows_at_once(layout.size, block_d, BLOCK_ELEMENTS),
+        BLOCK_R=rows_held,
         BLOCK_D=block_d,
     )
     return None

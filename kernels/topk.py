@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from kvcli.kernels._llvm import LOT, first_one, ones, without_first
 from kvcli.kernels._numba import compiled, inlined, prange, run, serves
-from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
+from kvcli.kernels._triton import ALL_REGISTERS, jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 from kvcli.kernels.page_table import (
     MissList,
     SlotLayout,
@@ -536,6 +536,7 @@ def _select_topk(
         BLOCK_K=power_of_two(k),
         BLOCK_N=block_n,
         warps=4 if max(block_n, k) <= 1024 else 8,
+        registers=ALL_REGISTERS,
     )
 
 

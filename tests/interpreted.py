@@ -9,6 +9,7 @@ from dataclasses import replace
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
+from kvcli.kernels import recall as kernels
 from kvcli.runtime.gpu import recall
 
 _replaced = set()  # modules of the language, by the launch that is under way
@@ -44,4 +45,4 @@ def overflow_is_not_looked_for(monkeypatch):
 def few_programs(monkeypatch):
     """Let three programs recall, each of them several pages; of a thousand most would look for one in vain."""
     monkeypatch.setattr(recall, "PROGRAMS", 3)
-    monkeypatch.setattr(recall, "PROGRAM_TOKENS", 1)
+    monkeypatch.setattr(kernels, "PROGRAM_TOKENS", 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from kvcli.kernels import recall as gather
 from kvcli.kernels import recall as gather_small
 from kvcli.kernels import token_scores as projecting
 from kvcli.kernels import token_scores as tokens
+from kvcli.kernels._triton import power_of_two
 from kvcli.kernels.page_table import PagedKV, SlotLayout, active, page_count, row_positions
 from kvcli.kernels.quant import BlockFormat
 from kvcli.kernels.recall import HostPages
@@ -254,10 +256,24 @@ def misses_of(draw: Draw, s: Sizes, k: int, pages: int, full: bool = False) -> r
     return resolve.MissList(*map(draw.ints, parts), draw.ints(count))
 
 
+@contextmanager
+def _small_blocks(rows: PagedKV) -> Iterator[None]:
+    """Let programs hold so few rows where sequences are short that the list is still several programs'."""
+    kept = {name: getattr(gather, name) for name in ("BLOCK_ELEMENTS", "QUANTISED_ELEMENTS")}
+    try:
+        for name in kept if max(rows.lengths) < 64 else ():
+            setattr(gather, name, 8 * power_of_two(rows.k.shape[3]))
+        yield
+    finally:
+        for name, elements in kept.items():
+            setattr(gather, name, elements)
+
+
 @functools.wraps(gather.gather_pages)
-def _with_few_programs(*args: Any) -> None:
+def _with_few_programs(host: HostPages, misses: resolve.MissList, rows: PagedKV) -> None:
     """Each of them moves several pages."""
-    gather.gather_pages(*args, programs=3)
+    with _small_blocks(rows):
+        gather.gather_pages(host, misses, rows, programs=3)
 
 
 POOLINGS = [f"{how}_{what}" for what, how in itertools.product(("q", "qk", "s"), ("max", "mean"))]
@@ -377,11 +393,15 @@ def _(draw: Draw, s: Sizes, pooling: str) -> Call:
     return Call(args, [previous, *decision])
 
 
-@case(_with_few_programs, gather.gather_pages_ref, ["hnd", "values", "nhd"], exact=True)
+GATHERED = ["tokens values", "tokens hnd", "tokens nhd", "hnd", "values", "nhd"]
+
+
+@case(_with_few_programs, gather.gather_pages_ref, GATHERED, exact=True)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    s, form = _of_tokens(s, variant), variant.split()[-1]
     rows = rows_of(draw, s)
     misses = misses_of(draw, s, s.layout.selected, s.pages)
-    host = host_of(draw, s, "hnd", parts=1) if variant == "values" else host_of(draw, s, variant)
+    host = host_of(draw, s, "hnd", parts=1) if form == "values" else host_of(draw, s, form)
     return Call((host, misses, rows), [rows.k, rows.v])
 
 
@@ -434,7 +454,7 @@ case(
 )(_filled)
 
 
-QUANTISED = ["int8", "values int8", "tokens int4", "values int4", "int4"]
+QUANTISED = ["int8", "tokens int8", "values int8", "tokens int4", "values int4", "int4"]
 
 
 def _of_tokens(s: Sizes, variant: str) -> Sizes:
@@ -443,8 +463,9 @@ def _of_tokens(s: Sizes, variant: str) -> Sizes:
 
 
 @functools.wraps(gather_small.gather_quantised)
-def _quantised_with_few_programs(*args: Any) -> None:
-    gather.gather_pages(*args, programs=3)
+def _quantised_with_few_programs(host: HostPages, misses: resolve.MissList, rows: PagedKV) -> None:
+    with _small_blocks(rows):
+        gather.gather_pages(host, misses, rows, programs=3)
 
 
 @case(_quantised_with_few_programs, gather_small.gather_quantised_ref, QUANTISED)

@@ -3,8 +3,9 @@
 Not under the interpreter: run it as a program. `python tests/triton_compile.py bfloat16 float32 90 80 100` takes the
 last case of every function in both dtypes for 9.0, the first, and of these in bf16 for the others the kernels that are
 not the same everywhere: `tied` to the device by matrix products or atomics; for the first also some over latents.
-`--all` takes every case in three dtypes for all, and the last ones at five head dimensions. Kernels are specialised as
-on the device (argument types, alignment, sizes), down to machine code, by the assembler of Triton.
+`--all` takes every case in three dtypes for all, and the last ones at five head dimensions. `--ends` takes those that a
+size changes at both ends of it, for the first capability. Kernels are specialised as on the device (argument types,
+alignment, sizes), down to machine code, by the assembler of Triton.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from triton_cases import CASES, REAL, REAL_LATENT, Case, Draw, Sizes
 
 from kvcli.kernels import _triton
 from kvcli.kernels import paged_attention as paged_decode_attention
+from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.query_similarity import correct_heads
 from kvcli.kernels.token_scores import token_scores_device
 from kvcli.methods.twilight.kernels import keep_nucleus
@@ -55,7 +57,7 @@ class AbsentDevice:
 
 
 def describe(compiled: Any) -> dict[str, int]:
-    """Registers, bytes spilt and shared, and the widest read or write of global memory in bits."""
+    """Registers, bytes spilt and shared, the widest read or write of global memory in bits, and the narrowest read."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -63,16 +65,31 @@ def describe(compiled: Any) -> dict[str, int]:
             [TOOLS / "cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    widths = re.findall(r"(?:ld|st)\.global[.a-z0-9:]*?((?:\.v\d)?\.b\d+)", compiled.asm["ptx"])
-    bits = [int(width.rpartition("b")[2]) * int((re.match(r"\.v(\d)", width) or [0, 1])[1]) for width in widths]
-    return {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared, "widest": max(bits)}
+    found = re.findall(r"(ld|st)\.global[.a-zA-Z0-9:_]*?((?:\.v\d)?)\.b(\d+)", compiled.asm["ptx"])
+    bits = [(which, int(width) * int(several[2:] or 1)) for which, several, width in found]
+    sizes = {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared}
+    return sizes | {
+        "widest": max(each for _, each in bits),
+        "narrowest": min(each for which, each in bits if which == "ld"),
+    }
 
 
-def plan(dtypes: Sequence[torch.dtype], everything: bool) -> Iterator[tuple[torch.dtype, Sizes, Case]]:
+def ends() -> Iterator[Sizes]:
+    """Pages of 1 to 64 tokens, the smallest and largest heads and budgets."""
+    yield from (REAL._replace(layout=SlotLayout(p, 512 // p, 1024 // p, 512 // p)) for p in (1, 2, 4, 8, 16, 32, 64))
+    yield from (REAL._replace(d=d) for d in (64, 256))
+    for layout in (SlotLayout(1, 1, 2, 1), SlotLayout(64, 1, 2, 1), SlotLayout(1, 16, 2016, 16)):
+        yield REAL._replace(layout=layout)
+
+
+def plan(dtypes: Sequence[torch.dtype], extent: str) -> Iterator[tuple[torch.dtype, Sizes, Case]]:
     """What to compile: dtype, sizes, case."""
     last = list({case.kernel: case for case in CASES}.values())
+    if extent == "--ends":
+        yield from ((dtype, sizes, case) for dtype in dtypes for sizes in ends() for case in last)
+        return
     yield from ((torch.bfloat16, REAL_LATENT, case) for case in last if case.kernel in LATENTS)
-    if not everything:
+    if extent != "--all":
         yield from itertools.product(dtypes, (REAL,), last)
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -80,8 +97,9 @@ def plan(dtypes: Sequence[torch.dtype], everything: bool) -> Iterator[tuple[torc
         yield from ((dtype, REAL._replace(d=d), case) for d in (64, 80, 96, 256) for case in last)
 
 
-def main(capabilities: Sequence[int], dtypes: Sequence[torch.dtype], everything: bool) -> None:
+def main(capabilities: Sequence[int], dtypes: Sequence[torch.dtype], extent: str) -> None:
     """Call the cases with launches replaced by compilation."""
+    everything = extent == "--all"
     _triton.on_cpu = True
     paged_decode_attention.multiprocessors = lambda _: 132
     launch, seen, tied = JITFunction.run, set(), set()
@@ -100,16 +118,18 @@ def main(capabilities: Sequence[int], dtypes: Sequence[torch.dtype], everything:
             print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only
-    for dtype, sizes, case in plan(dtypes, everything):
+    for dtype, sizes, case in plan(dtypes, extent):
         call = case.make(Draw(dtype, torch.device("cpu")), sizes)
         everywhere = everything or (dtype == torch.bfloat16 and sizes is REAL)
         for capability in capabilities if everywhere else capabilities[:1]:
             driver.set_active(AbsentDevice(capability))
             case_of.update(case=case.name, capability=capability, dtype=str(dtype).removeprefix("torch."), d=sizes.d)
+            case_of.update(layout=sizes.layout)
             case.kernel(*call.args)
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
     asked = [getattr(torch, word) for word in words if word.startswith(("float", "bfloat"))]
-    main([int(word) for word in words if word.isdigit()] or [90], asked or [torch.bfloat16], "--all" in words)
+    extents = [word for word in words if word in ("--all", "--ends")]
+    main([int(word) for word in words if word.isdigit()] or [90], asked or [torch.bfloat16], *(extents or [""]))

@@ -63,6 +63,13 @@ def test_latents_that_many_heads_share_are_read_part_by_part(kernels_take_all, c
     assert compare(case, torch.float32, DEVICE, LATENT).problem == ""
 
 
+@pytest.mark.parametrize("held", ["int8", "int4"])
+def test_scales_that_channels_of_a_token_share_are_read_once(kernels_take_all, held):
+    """Where heads are a power of two wide; elsewhere a token is read at a time."""
+    (case,) = (case for case in CASES if case.name == f"gather_quantised-tokens {held}")
+    assert compare(case, torch.float32, DEVICE, ODD._replace(d=128)).problem == ""
+
+
 def test_every_function_with_a_kernel_has_a_case():
     paired = {
         name
@@ -75,6 +82,15 @@ def test_every_function_with_a_kernel_has_a_case():
     assert len(paired) > 10
 
 
+def compiled(cache, *words):
+    """Run the program that compiles kernels: its lines."""
+    program = Path(triton_cases.__file__).with_name("triton_compile.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    run = subprocess.run([sys.executable, program, *words], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
 @pytest.mark.parametrize(
     ("dtypes", "others"),
     [
@@ -84,16 +100,10 @@ def test_every_function_with_a_kernel_has_a_case():
 )
 def test_every_kernel_compiles_without_spilling(dtypes, others, tmp_path):
     """For one capability and dtype in every run, for all where all tests are asked for."""
-    program = Path(triton_cases.__file__).with_name("triton_compile.py")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, program, *dtypes, "90", *map(str, others)], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    found = compiled(tmp_path, *dtypes, "90", *map(str, others))
     kernels = kernel_names()
-    compiled = {(line["capability"], line["dtype"]) for line in found}
-    assert compiled == {*((90, dtype) for dtype in dtypes), *((other, "bfloat16") for other in others)}
+    asked = {(line["capability"], line["dtype"]) for line in found}
+    assert asked == {*((90, dtype) for dtype in dtypes), *((other, "bfloat16") for other in others)}
     assert {line["kernel"] for line in found if line["capability"] == 90} == kernels
     tied = {line["kernel"] for line in found if line["capability"] == 90 and line["tied"]}
     assert tied > {"_attend_kernel", "_rebuild_kernel", "_nucleus_kernel"}
@@ -108,6 +118,26 @@ def test_every_kernel_compiles_without_spilling(dtypes, others, tmp_path):
     wide = {"_gather_kernel", "_filled_kernel", "_attend_kernel", "_score_kernel"}
     narrow = [line for line in found if line["kernel"] in wide and line["widest"] != 128]
     assert not narrow, "memory is not read 16 bytes at once"
+    assert not by_numbers(found), "KV or factors are read number by number"
+
+
+def by_numbers(found):
+    """Find those of the kernels that stream 16-bit numbers which read some of them one by one."""
+    streaming = {"_gather_kernel", "_bring_kernel", "_rebuild_kernel"}
+    return [line for line in found if line["kernel"] in streaming and line["narrowest"] < 32]
+
+
+@pytest.mark.exhaustive
+def test_kernels_compile_at_both_ends_of_their_sizes(tmp_path):
+    """Whatever the page, head or budget, none spills, and pages come from host memory 16 bytes at once."""
+    found = compiled(tmp_path, "bfloat16", "90", "--ends")
+    assert {line["layout"][0] for line in found} >= {1, 2, 4, 8, 16, 32, 64}
+    assert {line["d"] for line in found} == {64, 128, 256}
+    assert not [line for line in found if line["spilt"]], "registers are spilt to local memory"
+    wide = {"_gather_kernel", "_gather_quantised_kernel", "_bring_kernel", "_attend_kernel", "_score_kernel"}
+    assert not [line for line in found if line["kernel"] in wide and line["widest"] != 128]
+    assert not by_numbers(found)
+    assert max(line["shared"] for line in found) <= 163 << 10
 
 
 def test_references_need_no_triton():

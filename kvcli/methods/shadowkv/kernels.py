@@ -4,8 +4,8 @@ Rebuilt keys are rotated to their positions and written directly to their slots:
 
     x_t = A_t B_h      k_tc = x_tc * cos(t, c) + x_t,partner(c) * sign(c) * sin(t, c)
 
-The partner of a channel is the other one of its rotary pair, and x_t,partner = A_t (B_h with its columns exchanged). So
-two products serve any layout of the pairs, and results need not be exchanged.
+The partner of a channel is the other one of its rotary pair. Columns of the product are exchanged after it, without
+leaving the multiprocessor, so that one product serves any layout of the pairs and the factor is read once, in order.
 
 Shapes: a [b, n, c, r], factor B [b, Hk, r, d], misses [b, Hk, k] as in `kvcli.kernels.page_table`, cos and sin
 [positions, w] fp32 with the attention scaling in them -> rows of k [b, Hk, rows, d].
@@ -105,9 +105,6 @@ def _rebuild_kernel(
     position = page.to(tl.int64) * SIZE + key % SIZE
     inside = mine[:, None] & (c < D)[None, :]
     factor += pair.to(tl.int64) * R * D
-    if partners is not None:
-        partner = tl.load(partners + c, mask=c < D, other=0)
-        other = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, R, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
@@ -117,10 +114,9 @@ def _rebuild_kernel(
         in_factor = (r < R)[:, None] & (c < D)[None, :]
         right = tl.load(factor + r[:, None] * D + c[None, :], mask=in_factor, other=0.0).to(tl.float32)
         keys += tl.dot(left, right, input_precision=PRECISION)
-        if partners is not None:
-            right = tl.load(factor + r[:, None] * D + partner[None, :], mask=in_factor, other=0.0).to(tl.float32)
-            other += tl.dot(left, right, input_precision=PRECISION)
     if partners is not None:
+        partner = tl.load(partners + c, mask=c < D, other=0)
+        other = tl.gather(keys, tl.broadcast_to(partner[None, :], [BLOCK_M, BLOCK_D]), axis=1)
         column = tl.load(columns + c, mask=c < D, other=-1)
         sign = tl.load(signs + c, mask=c < D, other=0.0)
         at = position[:, None] * width + column[None, :]

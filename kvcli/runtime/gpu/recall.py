@@ -19,9 +19,6 @@ from kvcli.kernels.page_table import MissList, PagedKV
 from kvcli.kernels.recall import PROGRAMS, HostPages, gather_pages
 from kvcli.methods.step import FromHost
 
-PROGRAM_TOKENS = 32
-"""Tokens that a program has in flight; smaller pages take more programs."""
-
 
 class Recall(Protocol):
     """A back end that fetches pages."""
@@ -40,7 +37,7 @@ class Gather(Recall):
 
     @override
     def __call__(self, host: HostPages, misses: MissList, rows: PagedKV) -> None:
-        gather_pages(host, misses, rows, max(PROGRAMS, PROGRAMS * PROGRAM_TOKENS // rows.layout.size))
+        gather_pages(host, misses, rows, PROGRAMS)
 
 
 class Copy(Recall):
