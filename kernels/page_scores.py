@@ -202,7 +202,7 @@ def _score_kernel(
     BLOCK_B: tl.constexpr,
     PICK_N: tl.constexpr,
 ) -> None:
-    pair, block = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, some pages
+    block, pair = tl.program_id(0), tl.program_id(1)  # some pages, a KV head of a sequence
     chosen = pair.to(tl.int64) * K
     if heads is not None:
         if tl.load(heads + pair) == 0:
@@ -239,8 +239,8 @@ def _score_kernel(
                 top = tl.max(scores, axis=0)
                 shift = tl.where(top == float("-inf"), 0.0, top)
                 tl.store(out + head * num_pages + page, scores, mask=page < num_pages)
-                tl.store(tops + head * tl.num_programs(1) + block, top)
-                tl.store(totals + head * tl.num_programs(1) + block, tl.sum(tl.exp(scores - shift), axis=0))
+                tl.store(tops + head * BLOCKS + block, top)
+                tl.store(totals + head * BLOCKS + block, tl.sum(tl.exp(scores - shift), axis=0))
     if WHAT != "s":
         tl.store(out + row, tl.where(candidate, pooled, float("-inf")), mask=page < num_pages)
     if arrived is not None:
@@ -340,7 +340,7 @@ def score_pages(
     k = 1 if selected is None else selected.shape[2]
     launch(
         _score_kernel,
-        (pairs, left.blocks),
+        (left.blocks, pairs),  # the first dimension of a grid may be larger than 65,535
         *(q, summary, lengths, heads, left.values, left.tops, left.totals, out, arrived if finishes else None),
         *(selected, resident, *(misses or (None,) * 3), marks, *q.stride()[:2], *summary.stride()[:2]),
         *(num_pages, layout.sink, layout.window, scale),

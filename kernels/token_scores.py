@@ -81,13 +81,13 @@ def _token_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    pair = tl.program_id(0)  # a KV head of a sequence
+    block, pair = tl.program_id(0), tl.program_id(1)  # some tokens, a KV head of a sequence
     if heads is not None:
         if tl.load(heads + pair) == 0:
             return
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
     low, high, _ = candidate_range(lengths, b, num_tokens, sink, window, SIZE, GROUP)
-    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = block * BLOCK_N + tl.arange(0, BLOCK_N)
     candidate = (token >= low) & (token < high)
     g = tl.arange(0, BLOCK_G)
     products = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
@@ -109,9 +109,8 @@ def _token_kernel(
     if excluded is not None:
         left_out = tl.load(excluded + pair.to(tl.int64) * num_tokens + token, mask=candidate, other=1)
         candidate = candidate & (left_out == 0)
-    block, num_blocks = tl.program_id(1), tl.num_programs(1)
     # fmt: off
-    leave_scores(scores, candidate, pair, token, block, num_tokens, num_blocks, out, tops, totals,
+    leave_scores(scores, candidate, pair, token, block, num_tokens, tl.num_programs(0), out, tops, totals,
                  G, HOW, WHAT, BLOCK_G)
     # fmt: on
 
@@ -154,7 +153,7 @@ def token_scores_device(
     half = torch.float32 not in (q.dtype, keys.dtype) and left.what != "q"
     launch(
         _token_kernel,
-        (b * num_kv_heads, left.blocks),
+        (left.blocks, b * num_kv_heads),  # the first dimension of a grid may be larger than 65,535
         *(q, keys, lengths, heads, excluded, left.values, left.tops, left.totals, *q.stride()[:2], *keys.stride()[:3]),
         *(num_tokens, layout.sink, layout.window, softmax.scale, softmax.softcap),
         HK=num_kv_heads,

@@ -202,6 +202,7 @@ def fake_cuda(monkeypatch, current=None):
 
     def launch(kernel, grid, *args, **_):
         assert math.prod(grid) > 0
+        assert all(side < 1 << 16 for side in grid[1:]), f"{kernel.__name__} has a grid {grid}: CUDA allows 65,535"
         for x in args:
             assert not isinstance(x, torch.Tensor) or x.is_cuda, f"{kernel.__name__} reads {x.device}"
             wrong = current is not None and isinstance(x, torch.Tensor) and x.device != current.device

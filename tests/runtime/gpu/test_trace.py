@@ -4,7 +4,7 @@ import pytest
 import torch
 from fake_cuda import CUDA, Watch, fake_cuda, method_on_fake_cuda
 from stated import HK, D, H, prefilled, settings, variants
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from kvcli.kernels.norm_rope import Rotation
 from kvcli.kernels.softmax import Softmax
@@ -127,7 +127,7 @@ def test_what_cannot_be_captured_is_found(monkeypatch):
         with Watch() as watch:
             with pytest.raises(DataDependentOutputException):
                 x.sum().item()
-            with pytest.raises(FakeTensorDeviceMismatchError):
+            with pytest.raises(RuntimeError, match=r"(?i)device"):  # torch 2.11 has no name for it
                 x + torch.empty(4)
     assert watch.faults in (["_local_scalar_dense waits for the device"], ["item waits for the device"])
     assert mode.from_host == ["tensor"]
