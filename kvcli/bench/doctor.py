@@ -32,6 +32,7 @@ from kvcli.kernels._numba import compiling, kept_in
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, gated_with, packed_linear, products_with
 from kvcli.kernels.page_scores import page_summary, page_summary_ref
 from kvcli.kv.recurrent import PAGE, STATE_PAGES
+from kvcli.memory.pinned import not_at_host_address, reads_host_addresses
 from kvcli.methods import get_method, own_method_names
 from kvcli.models.checkpoint import check_config, check_files
 from kvcli.models.devices import Placement, placed, resolve_device, resolve_devices
@@ -205,6 +206,8 @@ def _pinned() -> Finding:
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"limit {format_bytes(soft)}"
     if not torch.cuda.is_available():
         return CheckState.OK, f"not needed without a GPU (ulimit -l: {limit})"
+    if not reads_host_addresses(_where()):
+        raise not_at_host_address(_where())
     torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True)
     return CheckState.OK, f"{format_bytes(_PINNED)} could be pinned (ulimit -l: {limit})"
 

@@ -11,6 +11,7 @@ a registration has 512 times fewer to pin.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import functools
 import math
@@ -49,12 +50,36 @@ def nearby_cpus(device: torch.device, devices: Path = Path("/sys/bus/pci/devices
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
-class CudaHostRegistrar:
-    """Registers host memory with a CUDA device, which then reads and writes it directly.
+SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM of the driver
 
-    The device sees it at the same address (Linux, unified addressing).
+
+@functools.cache
+def reads_host_addresses(device: torch.device) -> bool:
+    """Return whether a CUDA device sees registered memory at the host's address, as kernels read it.
+
+    A driver that cannot be asked is not doubted.
+    """
+    found, handle = ctypes.c_int(1), ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")  # torch's interface to the runtime has no attributes of devices
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), device.index or 0) == 0:
+            driver.cuDeviceGetAttribute(ctypes.byref(found), SAME_ADDRESS, handle)
+    return bool(found.value)
+
+
+def not_at_host_address(device: torch.device) -> KvcliError:
+    """Make the error of a device that sees registered memory elsewhere."""
+    return KvcliError(
+        f"{device} does not see pinned host memory at the host's address, where kernels read KV",
+        "use --device cpu, or a GPU and driver with cudaDevAttrCanUseHostPointerForRegisteredMem",
+    )
+
+
+class CudaHostRegistrar:
+    """Registers host memory with a CUDA device, which then reads and writes it directly, at the same address.
 
     Raises:
+        KvcliError: the device would see it at another address.
         RuntimeError: the system or the device refuses. Memory that could not be unregistered stays registered.
     """
 
@@ -71,6 +96,8 @@ class CudaHostRegistrar:
 
     def register(self, address: int, size: int) -> None:
         """Pin `size` bytes from `address` on."""
+        if not reads_host_addresses(self.device):
+            raise not_at_host_address(self.device)
         with torch.cuda.device(self.device):  # a new thread starts with device 0
             # 0 is cudaHostRegisterDefault: pinned and mapped for every device, where addresses are unified.
             _check(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]

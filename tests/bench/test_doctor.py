@@ -83,6 +83,18 @@ def test_of_several_gpus_it_says_that_one_is_used(monkeypatch, count, state):
     assert ("a run uses cuda:0, or all if its weights do not fit" in check.found) == (count == 2)
 
 
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_device_that_does_not_see_host_memory_at_its_address_is_broken(monkeypatch, sees):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "reads_host_addresses", lambda asked: sees and asked == device)
+    check = found("pinned memory")
+    assert check.state is (CheckState.OK if sees else CheckState.BROKEN)
+    assert sees or ("at the host's address" in check.found and check.fix)
+
+
 def test_a_full_disk_is_a_note(monkeypatch):
     usage = doctor.shutil.disk_usage("/")._replace(free=1 << 30)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)

@@ -18,6 +18,7 @@ from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.recall import HostPages
 from kvcli.kv.cache import Tiers
 from kvcli.memory import host_pool as host_module
+from kvcli.memory import pinned as pinned_module
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.pinned import CudaHostRegistrar, PinnedAllocator, nearby_cpus
 
@@ -307,6 +308,55 @@ def test_host_memory_of_other_caches_is_pinned_at_once(tiers, notes):
     tensor = tiers.on_host(2, 3)
     assert notes.held == {tensor.data_ptr(): 24}
     assert copy.deepcopy(tiers).pinned is tiers.pinned
+
+
+class Driver:
+    """What of the CUDA driver is asked for an attribute of a device; None: the driver does not know it."""
+
+    def __init__(self, value):
+        self.value, self.asked = value, []
+
+    def cuInit(self, flags):  # noqa: N802
+        return 0
+
+    def cuDeviceGet(self, device, index):  # noqa: N802
+        device._obj.value = 100 + index
+        return 0
+
+    def cuDeviceGetAttribute(self, found, attribute, device):  # noqa: N802
+        self.asked.append((attribute, device.value))
+        if self.value is None:
+            return 1
+        found._obj.value = self.value
+        return 0
+
+
+@pytest.mark.parametrize(("value", "serves"), [(1, True), (0, False), (None, True)])
+def test_a_device_is_asked_whether_it_sees_host_memory_at_the_hosts_address(value, serves, monkeypatch):
+    driver, device = Driver(value), torch.device("cuda", 3)
+    pinned_module.reads_host_addresses.cache_clear()
+    monkeypatch.setattr(pinned_module.ctypes, "CDLL", lambda _: driver)
+    for _ in range(2):
+        assert pinned_module.reads_host_addresses(device) is serves
+    assert driver.asked == [(91, 103)]  # once
+    pinned_module.reads_host_addresses.cache_clear()
+
+
+def test_where_there_is_no_driver_nothing_is_held_against_it():
+    pinned_module.reads_host_addresses.cache_clear()
+    assert pinned_module.reads_host_addresses(torch.device("cuda", 0))
+
+
+def test_memory_that_the_device_would_see_elsewhere_is_refused_in_one_line(monkeypatch):
+    """Kernels would read wherever the host's address leads to on the device."""
+    monkeypatch.setattr(pinned_module, "reads_host_addresses", lambda _: False)
+    monkeypatch.setattr(pinned_module, "nearby_cpus", lambda _: set())
+    pinned = PinnedAllocator(CudaHostRegistrar(torch.device("cuda", 1)))
+    with pytest.raises(KvcliError, match=r"cuda:1 does not see pinned host memory at the host's address") as refused:
+        pinned.allocate((8,), torch.uint8).result(10)
+    assert "\n" not in refused.value.what
+    assert "--device cpu" in refused.value.hint
+    pinned.close()
 
 
 def test_cuda_is_asked_to_map_memory_and_its_refusals_have_reasons(monkeypatch):
