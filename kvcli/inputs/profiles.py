@@ -272,8 +272,8 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
     page = settings.get("page_size", fields["page_size"].default if "page_size" in fields else 1)
     pages: dict[str, int] = {}
     if config.smallest_page is not None and "page_size" not in settings:
-        largest = 1 << max(0, (page * budget // usual).bit_length() - 1)  # a power of two
-        pages["page_size"] = page = max(largest, min(page, config.smallest_page))
+        scaled_page = 1 << max(0, (page * budget // usual).bit_length() - 1)  # a power of two
+        pages["page_size"] = page = max(scaled_page, min(page, config.smallest_page))
     few = -(-_FEW // page) * page
     scaled: dict[str, int] = {
         key: min(size, few if key == "sink" else max(size * budget // usual // page * page, few))
@@ -283,9 +283,10 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
         with suppress(ValidationError):
             found = config(**(dict(settings) | pages | after))
             was, now = (" and ".join(f"{key} {size:,}" for key, size in each.items()) for each in (before, after))
-            of, by = (f" and pages of {page} tokens", ", --set page_size=N") if pages else ("", "")
-            notice = f"budget {budget:,} has no room for {was}: using {now}{of}; to set them, use --sink, --window{by}"
-            return found, notice
+            by = "--sink and --window"
+            if pages:
+                now, by = f"{now.replace(' and', ',')} and pages of {page} tokens", "--sink, --window and --page-size"
+            return found, f"budget {budget:,} has no room for {was}: using {now}; to set them, use {by}"
     return None
 
 
