@@ -21,7 +21,7 @@ and the next step begins when all streams of this one are done.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -137,6 +137,13 @@ class Log:
     def keeps(self) -> bool:
         """Whether a step logs anything."""
         return len(self.present) > 0
+
+    def missed(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield layers that are alike, and where they log their misses before and after attention: [.., 2, b, Hk]."""
+        for group, part in zip(self.groups, torch.split(self.present, self.sizes), strict=True):
+            if group.of.size:
+                first = LayerStepStats._fields.index("missed_now")
+                yield group.layers, part.view(group.shape)[:, first : first + 2]
 
     def start(self) -> None:
         """Begin with step 0; forget what was tried out before."""

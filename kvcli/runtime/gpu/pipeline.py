@@ -20,7 +20,7 @@ from kvcli.kernels._triton import same_strides
 from kvcli.kernels.append import NewToken
 from kvcli.kernels.host_tokens import HostTokens, bring_tokens, store_newest
 from kvcli.kernels.norm_rope import Rotation, rotate_newest
-from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, page_count, resolve_pages_device
+from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import NEVER, LayerSlots
 from kvcli.methods.contract import AnyMethod
@@ -123,7 +123,7 @@ class FetchedLayer(PlannedLayer):
 # Prescribed speculation: for measuring a pipeline on random weights, whose queries mean nothing.
 
 PATTERNS = 64
-"""Steps after which the same heads are corrected again."""
+"""Steps after which everything repeats."""
 
 
 @dataclass(frozen=True)
@@ -135,54 +135,91 @@ class DecisionRates:
 
 
 class SyntheticDecisions:
-    """Prescribes what the heads [b, Hk] of all layers do, and the pages [b, Hk, k] they select, equal in all layers.
+    """Prescribes what the heads [b, Hk] of all layers do, and the pages that they miss, the same in all layers.
 
-    A selection is a contiguous range of the pages that sequences of these first `lengths` [b] choose from, and advances
-    by `turnover` of its length.
+    The pages on the device are a contiguous range of those that sequences choose from. It moves by `turnover` of its
+    length at every step, forth for half of the `PATTERNS` and back again. At the first step all of it is missing.
+    Everything is worked out beforehand: a step looks it up, in few operations, since they count as part of the step.
     """
 
-    def __init__(self, rates: DecisionRates, num_layers: int, num_kv_heads: int, layout: SlotLayout, lengths: Tensor):
-        b, device = len(lengths), lengths.device
-        draw = torch.rand(PATTERNS, num_layers, b, num_kv_heads, generator=torch.Generator().manual_seed(0))
-        self.patterns = (draw < rates.corrected).to(device)
-        self.sink, self.shift = layout.sink, round(rates.turnover * layout.selected)
-        self.candidates = (page_count(lengths, layout) - layout.sink - layout.window)[:, None]
-        if int(self.candidates.min()) <= layout.selected:
+    def __init__(
+        self,
+        rates: DecisionRates,
+        num_layers: int,
+        num_kv_heads: int,
+        layout: SlotLayout,
+        lengths: StepLengths,
+        log: Log,
+    ):
+        first, device = lengths.first.cpu(), lengths.first.device
+        b, k, shift = len(first), layout.selected, round(rates.turnover * layout.selected)
+        candidates = (page_count(first, layout) - layout.sink - layout.window)[:, None]
+        if int(candidates.min()) <= k:
             raise ValueError("rates are for sequences that have outgrown their slots")
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self.now = torch.zeros(num_layers, b, num_kv_heads, dtype=torch.bool, device=device)
-        self.others, self.later = torch.zeros_like(self.now), torch.zeros_like(self.now)
-        self.selected = torch.zeros(b, num_kv_heads, layout.selected, dtype=torch.int32, device=device)
-        self.order = torch.arange(layout.selected, device=device)
+        draw = torch.rand(PATTERNS, num_layers, b, num_kv_heads, generator=torch.Generator().manual_seed(0))
+        now = draw < rates.corrected
+        now = torch.cat((now, now[:1]))  # the last row is the first one, before which nothing was there
+        turn = torch.arange(PATTERNS + 1) % PATTERNS
+        place = shift * torch.minimum(turn, PATTERNS - turn)
+        before = place[turn - 1]
+        entering = torch.where(place > before, before + k, place)[:, None] + torch.arange(k)  # [turns, k]
+        count = torch.full_like(turn, shift)
+        count[-1] = k
+        pages = layout.sink + entering[:, None] % candidates  # [turns, b, k]
+        lists = torch.stack((pages, (entering % k)[:, None].expand_as(pages)), 1)[:, :, :, None]
+        waits = torch.stack((now, ~now), 1)  # [turns, 2, layers, b, Hk]
+        missing = count[:, None, None, None, None] * waits.transpose(1, 2)
 
-    def advance(self, lengths: Tensor) -> None:
-        """Begin a step with sequences of these lengths [b], 0 for those that take no part."""
-        taking_part = (lengths > 0)[:, None]
-        wait = self.patterns.index_select(0, self.step % PATTERNS)[0]
-        torch.logical_and(wait, taking_part, out=self.now)
+        self.running = lengths.running[:, None]
+        self.lists = lists.expand(-1, -1, -1, num_kv_heads, -1).int().contiguous().to(device)
+        self.waits = waits.to(device)
+        self.counts = [(missing[:, layers].int().to(device), missed) for layers, missed in log.missed()]
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.listed = torch.zeros_like(self.lists[:1])
+        self.flags = torch.zeros_like(self.waits[0])
+        self.now, self.later = self.flags
+        self.others = torch.zeros_like(self.now)
+
+    @property
+    def missed(self) -> tuple[Tensor, Tensor]:
+        """The pages that each head misses at this step, and the slots that they go to, [b, Hk, k] each."""
+        return self.listed[0, 0], self.listed[0, 1]
+
+    def start(self) -> None:
+        """Begin with the first step."""
+        self.turn.fill_(PATTERNS)
+
+    def advance(self) -> None:
+        """Begin a step; of sequences that take no part no head does anything."""
+        torch.logical_and(self.waits.index_select(0, self.turn)[0], self.running, out=self.flags)
         torch.logical_not(self.now, out=self.others)
-        torch.logical_and(~wait, taking_part, out=self.later)
-        pages = self.sink + (self.step * self.shift + self.order) % self.candidates  # [b, k]
-        self.selected.copy_(pages.sort(1).values[:, None])
-        self.step.add_(1)
+        torch.index_select(self.lists, 0, self.turn, out=self.listed)
+        for counts, missed in self.counts:
+            torch.mul(counts.index_select(0, self.turn)[0], self.running, out=missed)
+        self.turn.add_(1).remainder_(PATTERNS)
 
 
 class SyntheticDecisionLayer(PlannedLayer):
-    """A layer that compares, scores and selects, but follows prescribed decisions; the log has its own results."""
+    """A layer that compares, scores, selects and resolves, but follows prescribed decisions, and brings other pages.
+
+    Its own page table follows its own selection; the log has the prescribed misses.
+    """
 
     def follow(self, forced: SyntheticDecisions, layer: int) -> None:
         """Take the decisions for layer `layer` from `forced`."""
         assert self.speculation is not None
-        self.forced, heads = forced, self.speculation
+        assert self.recalls is not None
+        heads, recalls = self.speculation, self.recalls
         heads.waiting, heads.others, heads.reusing = forced.now[layer], forced.others[layer], forced.later[layer]
+        own = recalls.now, recalls.later
+        recalls.now, recalls.later = (MissList(*forced.missed, misses.counts) for misses in own)
+        self.unread = [misses._replace(counts=torch.zeros_like(misses.counts)) for misses in own]
 
     @override
     def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
-        """Do the work, but return the prescribed pages."""
-        super().select(q, heads, softmax)
-        if self.recalls is not None and misses is not None:
-            resolve_pages_device(self.recalls.resident, self.forced.selected, misses, heads)
-        return Chosen(self.forced.selected)
+        """Do the work, but list what is missing where nobody looks."""
+        assert self.recalls is not None
+        return super().select(q, heads, softmax, self.unread[misses is self.recalls.later])
 
 
 class Side(NamedTuple):
@@ -255,6 +292,8 @@ class SlotPipeline:
         for device, side in self.sides.items():
             side.lengths.start()
             side.log.start()
+            if self.forced is not None:
+                self.forced.start()
             if device in self.whole:
                 with self.on(device):
                     self.whole[device].start()
@@ -270,7 +309,7 @@ class SlotPipeline:
             with self.on(device):
                 side.lengths.advance()
         if self.forced is not None:
-            self.forced.advance(self.lengths.seen)
+            self.forced.advance()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with one token per sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
@@ -410,9 +449,8 @@ class SlotPipeline:
             return PlannedLayer(*parts)
         if self.forced is None:
             num_layers, num_kv_heads = len(self.methods[0].caches), slots.rows.k.shape[1]
-            self.forced = SyntheticDecisions(
-                self.rates, num_layers, num_kv_heads, slots.rows.layout, self.lengths.first
-            )
+            log = self.sides[self.devices[layer]].log
+            self.forced = SyntheticDecisions(self.rates, num_layers, num_kv_heads, slots.rows.layout, self.lengths, log)
         told = SyntheticDecisionLayer(*parts)
         told.follow(self.forced, layer)
         return told
