@@ -18,7 +18,8 @@ or fails leaves what it had found, and the others. What was not run is recorded 
 Weights and prompts are made up, and queries of made-up models mean nothing: which heads are corrected and how many
 pages a step exchanges is therefore forced to given rates (`kvcli.runtime.gpu.pipeline`), after all the work of finding
 it out was done. The KV of made-up contexts lies in one pool of host memory that all layers share, because that of the
-longest would not fit; it is far larger than the processor's caches, so that this changes what is read, not how fast.
+longest would not fit; it is far larger than the processor's caches, and pinned in pages of the same size, so that this
+changes what is read, not how fast.
 """
 
 from __future__ import annotations

@@ -145,8 +145,11 @@ def rates(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
 
 
 def pinned(setting: Setting, numbers: int) -> Tensor:
-    """Make random numbers in host memory that a device copies from; drawn on the device, which is faster at it."""
-    host = torch.empty(numbers, dtype=setting.dtype, pin_memory=setting.device.type == "cuda")
+    """Make random numbers in host memory, pinned in huge pages as KV is; drawn on the device, which is faster at it."""
+    if setting.device.type == "cuda":
+        host = pinned_allocator(setting.device).allocate((numbers,), setting.dtype).result()
+    else:
+        host = torch.empty(numbers, dtype=setting.dtype)
     for part in host.split(DRAWN):
         part.copy_(torch.randn(len(part), device=setting.device, dtype=setting.dtype))
     return host
@@ -226,7 +229,7 @@ def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -
     count = max(1, min(round(part * slots.selected), len(pages)))
     misses = []
     for _ in range(layers):
-        drawn = torch.rand(1, HEADS, len(pages), generator=generator).argsort(-1)[..., :count].int()
+        drawn = torch.randint(len(pages), (1, HEADS, count), generator=generator, dtype=torch.int32)
         listed = MissList.empty(1, HEADS, slots.selected, setting.device)
         for target, values in zip(listed[:2], (drawn, torch.arange(count).expand(1, HEADS, count)), strict=True):
             target.fill_(-1)

@@ -24,11 +24,11 @@ from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Running, StepCase, compared, row_of, shown
 from gpu_parts.targets import BY_GRAPH, IN_PIECES, OFFLOADING, Contender
-from kvcli.capacity.memory import planned_method
+from kvcli.capacity.memory import available, planned_method
 from kvcli.errors import KvcliError
 
 GIB = 1 << 30
-FILLED = 0.85  # of what is free on the device, by the sequences of the largest batch
+FILLED = 0.85  # of what is free on the device and the host, by the sequences of the largest batch
 
 
 def methods_short(setting: Setting, found: Any) -> Iterator[Row]:
@@ -105,23 +105,29 @@ def throughput(setting: Setting, found: Any) -> Iterator[Row]:
     context = setting.middle - setting.middle // 16
     for name in ("full", "shadowkv"):
         with workshop(setting, setting.shape, [context]) as place:
-            many = largest(place, name, context)
+            many, pool = largest(place, name, context)
             one = Running(StepCase(name, name, context, many), place, copied=True)
             extra = one.looped(max(2, setting.calls))
             times = in_turn({name: (one.work, setting.calls)}, setting.repeats, setting.device, setting.deadline)
-            yield shown(row_of(one, times[name], found) | extra)
+            yield shown(row_of(one, times[name], found) | extra | {"limited_by": pool})
             one.stepper.finish()
         del one, place
         freed(setting.device)
 
 
-def largest(place: Workshop, name: str, context: int) -> int:
-    """Count the sequences whose KV fits on the device; on a CPU, few."""
+def largest(place: Workshop, name: str, context: int) -> tuple[int, str]:
+    """Count the sequences whose KV fits, and name the memory that holds no more; on a CPU, few.
+
+    KV in host memory has to fit there too, although here all sequences share a pool.
+    """
     setting = place.setting
     if setting.device.type != "cuda":
-        return setting.few
+        return setting.few, "device"
     (sequence,) = place.sequences(place.profile(name), context)
-    each = sequence.method.footprint().device
+    held = sequence.method.footprint()
     del sequence
     freed(setting.device)
-    return max(1, int(FILLED * torch.cuda.mem_get_info(setting.device)[0]) // each)
+    free, needed = available(setting.device), {"device": held.device, "host": held.host}
+    room = {pool: int(FILLED * free[pool]) // size for pool, size in needed.items() if size}
+    pool = min(room, key=lambda each: room[each])
+    return max(1, room[pool]), pool

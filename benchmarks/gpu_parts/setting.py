@@ -31,7 +31,7 @@ class Setting:
     calls: int  # decode steps timed together: whole pages, so that each timing has its share of filled ones
     repeats: int
     buffer: int  # bytes of plain copies
-    pool: int  # bytes of host memory that made-up pages lie in, far beyond the processor's caches
+    pool: int  # bytes of host memory that made-up pages lie in, far beyond caches of memory and of its addresses
     sizes: dict[str, Any] = field(default_factory=dict)  # settings of methods that have them, where budgets are tiny
     deadline: float = math.inf  # by time.monotonic, after which no further round begins
 
@@ -65,7 +65,7 @@ def full() -> Setting:
         calls=32,
         repeats=7,
         buffer=1 << 30,
-        pool=2 << 30,
+        pool=8 << 30,
     )
 
 

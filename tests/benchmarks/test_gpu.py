@@ -24,6 +24,7 @@ import gpu  # noqa: E402
 from gpu_parts import (  # noqa: E402
     agreement,
     clock,
+    device,
     made_up,
     methods,
     peers,
@@ -229,6 +230,18 @@ def test_shared_host_memory_begins_elsewhere_every_time():
     assert tiers.on_host(2, 5 * 4096).shape == (2, 5 * 4096)  # more than there is: its own
 
 
+def test_made_up_pages_are_pinned_as_kv_is(monkeypatch):
+    """In pages of another size the device would look their addresses up at another rate."""
+    notes = FakeRegistrar()
+    memory = PinnedAllocator(notes)
+    monkeypatch.setattr(device, "pinned_allocator", lambda _: memory)
+    monkeypatch.setattr(torch, "randn", lambda count, device, dtype: torch.ones(count, dtype=dtype))
+    host = device.pinned(replace(smoke(), device=torch.device("cuda", 0)), 1000)
+    assert notes.held == {host.data_ptr(): 4000}
+    assert (host == 1).all()
+    memory.close()
+
+
 def test_smoke(warm, tmp_path):
     output = tmp_path / "gpu.json"
     smoke_of = partial(warm, "--smoke", "-o", output, program=BENCHMARKS / "gpu.py")
@@ -405,6 +418,23 @@ def test_what_has_no_room_on_the_device_is_said_and_not_tried(monkeypatch):
         methods.fit(place, [steps.StepCase("shadowkv", "shadowkv", smoke().short)])
         with pytest.raises(ValueError, match="GiB on the device"):
             methods.fit(place, [steps.StepCase("shadowkv", "shadowkv", smoke().short, batch=1000)])
+
+
+@pytest.mark.parametrize(
+    ("free", "batch", "pool"), [((40, 1000), 34, "device"), ((40, 10), 8, "host"), ((0, 0), 1, "device")]
+)
+def test_the_largest_batch_fits_into_the_hosts_memory_too(free, batch, pool, monkeypatch):
+    with made_up.workshop(smoke(), smoke().shape, [smoke().middle]) as place:
+        (one,) = place.sequences(place.profile("shadowkv"), smoke().middle)
+        held = one.method.footprint()
+        assert held.host > 0
+        monkeypatch.setattr(methods, "freed", lambda _: None)
+        sizes = {"device": free[0] * held.device, "host": free[1] * held.host}
+        monkeypatch.setattr(methods, "available", lambda _: sizes)
+        place.setting = replace(smoke(), device=SimpleNamespace(type="cuda"))
+        assert methods.largest(place, "shadowkv", smoke().middle) == (batch, pool)
+        sizes["host"] = 0
+        assert methods.largest(place, "full", smoke().middle)[1] == "device"  # needs nothing of the host
 
 
 def test_a_selection_may_differ_where_scores_are_equal_but_for_rounding():
