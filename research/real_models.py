@@ -233,7 +233,9 @@ def tables(path: Path) -> str:
         lines += [f"\n{length:,} tokens, budget {first}: KL in thousandths of a nat, tokens attended to\n"]
         lines += ["| method | " + " | ".join([*texts, "attended"]) + " |", "| --- " * (len(texts) + 2) + "|"]
         for m in order:
-            cells = [f"{1000 * r['kl']['value']:.1f} ±{1000 * (r['kl']['stderr'] or 0):.1f}" for r in by[m, first]]
+            kls = [row["kl"] for row in by[m, first]]  # of a single stretch no error is known
+            errors = ["" if kl["stderr"] is None else f" ±{1000 * kl['stderr']:.1f}" for kl in kls]
+            cells = [f"{1000 * kl['value']:.1f}{error}" for kl, error in zip(kls, errors, strict=True)]
             lines.append(f"| `{m}` | " + " | ".join([*cells, f"{by[m, first][0]['attended']:.0f}"]) + " |")
     return "\n".join(lines)
 
