@@ -195,8 +195,7 @@ class _Run:
         """Load the model and run the jobs."""
         request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
         if request.profile.unnamed:
-            chosen = f"{request.profile.method} with profile {request.profile.name}"
-            observer.notice(f"no --method: using {chosen} for all rows")
+            observer.notice(f"no --method: using {request.profile.method} for all rows")
         shortest, penalty = min(job.tokens for job in jobs), request.sampling.repetition_penalty
         plain = plain_text_notice(checkpoint, request.template) if any(job.asked for job in jobs) else None
         own = profile_notices(request.profile, checkpoint, shortest)

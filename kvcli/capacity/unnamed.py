@@ -24,8 +24,7 @@ def choose(
     """
     full, longest, geometry = reference_profile(), max(capacities), checkpoint.geometry
     budget = getattr(retrieval.settings, "budget", 0)
-    profile = "" if retrieval.name == retrieval.method else f" with profile {retrieval.name}"
-    instead = f"no --method: using {retrieval.method}{profile}"
+    instead = f"no --method: using {retrieval.method}"
     kv = sum(_bytes(full, checkpoint, tokens) for tokens in capacities) * samples
     if longest > BUDGETS * budget and kv > SHARE * geometry.weight_bytes:
         return retrieval, f"{instead}, which reads about {budget:,} of {longest:,} tokens per step"
