@@ -81,9 +81,11 @@ def save(path: Path, results: dict[str, Any]) -> None:
 
 
 def write(path: Path, results: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write results that come from what `provenance` has said."""
+    """Write results that come from what `provenance` has said; a file that is there is whole at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"provenance": origin, **results}, indent=1) + "\n")
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(json.dumps({"provenance": origin, **results}, indent=1) + "\n")
+    beside.replace(path)
 
 
 def put_between_marks(text: str, part: str, name: str) -> str:

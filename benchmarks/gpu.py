@@ -1,7 +1,7 @@
 """The device path on a GPU: what is right, what the machine allows, and how far a decode step is from it.
 
     python benchmarks/gpu.py                      # as many parts as nine minutes have room for; wants an H100 or H200
-    python benchmarks/gpu.py --parts kernels,rates   # other parts stay in the file as this commit measured them
+    python benchmarks/gpu.py --parts kernels,rates   # anew; other parts stay in the file as this commit measured them
     python benchmarks/gpu.py --resume             # what the file lacks of this commit; again until it has all
     python benchmarks/gpu.py --resume FILE -o ELSEWHERE   # what FILE lacks; FILE stays as it is
     python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
@@ -12,8 +12,11 @@ A part whose package is not here says so and is not run; the others are.
 Without a package index in reach: `pip download -d DIR pydantic psutil` elsewhere, for that machine's Python, and there
 `pip install --no-index --find-links DIR pydantic psutil`.
 
-Every part runs in a process of its own within a limit of time, and the file is written after each: a part that hangs
-or fails leaves what it had found, and the others. What was not run is recorded as not run, with the reason.
+Parts run in the order of what matters most: whether the device path is right, what the machine allows, and the steps
+that the targets are about. Every part runs in a process of its own within a limit of time, and every row is in the file
+as soon as it is found: a part that hangs or fails, or a call that is cut off, loses only what was being measured, and
+`--resume` measures that and the rest. What was not run is recorded as not run, with the reason. The exit code is 1
+where a kernel, a selection or a copy differs from its reference.
 
 Weights and prompts are made up, and queries of made-up models mean nothing: which heads are corrected and how many
 pages a step exchanges is therefore forced to given rates (`kvcli.runtime.gpu.pipeline`), after all the work of finding
@@ -36,13 +39,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import RESULTS, arguments, provenance, write
-from gpu_parts.frame import Ended, Row, in_processes
+from gpu_parts.frame import Ended, Found, Rows, in_processes, name_of
 from gpu_parts.setting import Setting, full, smoke
 from gpu_parts.targets import judged, show, wrong
 
 
 class BenchmarkPart(NamedTuple):
-    """A function of a module in `gpu_parts`, the seconds it may take, and what it finds out; what counts is first."""
+    """A function of a module in `gpu_parts`, the seconds it may take, and what it finds out."""
 
     module: str
     name: str
@@ -56,24 +59,24 @@ PARTS = (
     BenchmarkPart("device", "rates", 60, "copies on the device and across the bus, pages gathered by recall"),
     BenchmarkPart("agreement", "agreement", 90, "the pipeline over slots against the blocking one"),
     BenchmarkPart("steps", "speed", 60, "a decode step at a short context"),
-    BenchmarkPart("steps", "length", 75, "a decode step at a context 32 times as long"),
-    BenchmarkPart("steps", "batch", 90, "batches, and recall that is blocking and page by page"),
-    BenchmarkPart("peers", "peers", 75, "transformers' caches"),
-    BenchmarkPart("peers", "reading", 120, "prefill"),
     BenchmarkPart("steps", "phases", 45, "where the time of a step goes"),
+    BenchmarkPart("peers", "peers", 75, "transformers' caches"),
+    BenchmarkPart("steps", "length", 75, "a decode step at a context 32 times as long"),
+    BenchmarkPart("peers", "reading", 120, "prefill"),
+    BenchmarkPart("steps", "batch", 90, "batches, and recall that is blocking and page by page"),
     BenchmarkPart("methods", "methods_middle", 240, "every method beside freekv, middle context"),
+    BenchmarkPart("methods", "throughput", 240, "ShadowKV against full attention, each at its largest batch"),
     BenchmarkPart("methods", "methods_short", 180, "every method beside freekv, short context"),
     BenchmarkPart("methods", "methods_batch", 300, "every method beside freekv, a batch at the short context"),
-    BenchmarkPart("methods", "throughput", 240, "ShadowKV against full attention, each at its largest batch"),
     BenchmarkPart("methods", "methods_large", 240, "methods that offload beside freekv, a batch at the middle context"),
     BenchmarkPart("methods", "methods_pieces", 240, "every method served in pieces beside freekv, short context"),
     BenchmarkPart("steps", "other", 45, "another architecture"),
     BenchmarkPart("steps", "ablation", 60, "recall with its parts switched off"),
     BenchmarkPart("peers", "static", 110, "transformers' static cache, compiled"),
 )
-GOES_ON = {part.name for part in PARTS if part.name.startswith("methods_")}
-"""Parts that look at what they found before, and do the rest."""
+"""What counts most is first; a call of nine minutes has room for six or seven of them at their limits."""
 
+NOT_ASKED: dict[str, Any] = {"state": "not run", "error": "not asked for", "rows": []}
 SECONDS = 510.0  # for everything but imports
 ROUNDS_END = 0.8  # of a part's limit: rounds that are still to come then are left out
 
@@ -112,27 +115,37 @@ def main() -> None:
     if results:  # of the same device, as has to be seen
         chosen = ["machine", *chosen]
     before = device_of(results)
-    for part in PARTS:
-        if part.name not in chosen:
-            results.setdefault(part.name, {"state": "not run", "error": "not asked for", "rows": []})
-            continue
-        if args.resume and part.name != "machine" and results.get(part.name, {}).get("state") == "done":
-            continue
-        print(f"{part.name}: {part.about}", flush=True)
-        results[part.name] = run(part, setting, results, min(part.limit, deadline - time.monotonic()))
-        if part.name == "machine" and before not in (None, device_of(results)):
-            print(f"  {source} was measured on {before}: nothing of it is taken", flush=True)
-            results = {part.name: results[part.name]}
+
+    def keep() -> None:
         if output is not None:
             table = judged(results, not setting.smoke)
             write(output, {"smoke": setting.smoke, "targets": table, "parts": results}, origin)
+
+    for part in PARTS:
+        if part.name not in chosen:
+            results.setdefault(part.name, NOT_ASKED)
+            continue
+        known = results.get(part.name, NOT_ASKED)
+        if args.resume and part.name != "machine" and known["state"] == "done":
+            continue
+        print(f"{part.name}: {part.about}", flush=True)
+        rows = known["rows"] if args.resume and part.name != "machine" else []
+        limit = min(part.limit, deadline - time.monotonic())
+        for found in run(part, setting, Found(results, rows), limit):
+            results[part.name] = found
+            if part.name != "machine":
+                keep()
+        if part.name == "machine" and before not in (None, device_of(results)):
+            print(f"  {source} was measured on {before}: nothing of it is taken", flush=True)
+            results = {part.name: results[part.name]}
+        keep()
         if part.name == "machine" and results["machine"]["error"]:
             sys.exit(f"no device to measure: {results['machine']['error']}\n--smoke runs it small on the CPU")
     show(results, judged(results, not setting.smoke))
     if output is not None:
         print(f"written to {output}")
-    if found := wrong(results):
-        sys.exit("\n".join(found))
+    if lines := wrong(results):
+        sys.exit("\n".join(lines))
 
 
 def measured(source: Path | None, setting: Setting, origin: dict[str, Any]) -> dict[str, Any]:
@@ -152,30 +165,35 @@ def device_of(results: dict[str, Any]) -> str | None:
     return rows[0]["device"] if rows else None
 
 
-def run(part: BenchmarkPart, setting: Setting, results: dict[str, Any], limit: float) -> dict[str, Any]:
-    """Run one part in its own process: its rows, how it ended, and how long it took."""
+def run(part: BenchmarkPart, setting: Setting, found: Found, limit: float) -> Iterator[dict[str, Any]]:
+    """Run one part in its own process, and yield after each of its messages what it has: rows, state, time taken.
+
+    Until it has ended it is one that was cut off, which is what the file says if nothing more comes.
+    """
+    known = found.parts.get(part.name, NOT_ASKED)
     if limit <= 0:
-        return results.get(part.name, {"rows": []}) | {"state": "not run", "error": "no time was left"}
-    started, end = time.monotonic(), Ended()
-    rows = [row for row in results.get(part.name, {"rows": []})["rows"] if "failed" not in row]
-    rows = rows if part.name in GOES_ON else []
+        yield known | {"state": "not run", "error": "no time was left"}
+        return
+    rows, taken = list(found.own), known.get("seconds", 0.0) if found.own else 0.0
+    started, end = time.monotonic(), Ended("it was cut off")
     setting = replace(setting, deadline=started + ROUNDS_END * limit)
-    for _, message in in_processes({part.name: partial(rows_of, part, setting, results)}, limit):
+    for _, message in in_processes({part.name: partial(rows_of, part, setting, found)}, limit):
         if isinstance(message, Ended):
             end = message
         else:
-            rows = [row for row in rows if "failed" not in row or row["case"] != message["case"]] + [message]
-    state = "done" if end.error is None else "not run" if end.not_here else "not finished"
+            names = [name_of(row) for row in message]
+            rows = [row for row in rows if name_of(row) not in names] + message
+        state = "done" if end.error is None else "not run" if end.not_here else "not finished"
+        seconds = round(taken + time.monotonic() - started, 1)
+        yield {"state": state, "error": end.error, "seconds": seconds, "rows": rows}
     if end.error is not None:
         print(f"  {state}: {end.error}", flush=True)
-    seconds = round(time.monotonic() - started, 1)
-    return {"state": state, "error": end.error, "seconds": seconds, "rows": rows}
 
 
-def rows_of(part: BenchmarkPart, setting: Setting, results: dict[str, Any]) -> Iterator[Row]:
+def rows_of(part: BenchmarkPart, setting: Setting, found: Found) -> Iterator[Rows]:
     """Import a part and run it; what it needs may be missing, which is its own failure."""
     module = importlib.import_module(f"gpu_parts.{part.module}")
-    rows: Iterator[Row] = getattr(module, part.name)(setting, results)
+    rows: Iterator[Rows] = getattr(module, part.name)(setting, found)
     return rows
 
 

@@ -847,20 +847,23 @@ def packed_weight_of(draw: Draw, s: Sizes, name: str) -> packed.PackedWeight:
     packing = packed.PACKINGS[name]
     rows, columns = (21, 256) if s is ODD else (4096, 16 * s.d)
     drawn = torch.randint(0, 256, (rows, packing.row_bytes(columns)), generator=draw.generator, dtype=torch.uint8)
-    drawn = drawn & 0xBB if packing.size > 1 and packing.name != "MXFP4" else drawn & 0xBF | 0x30
+    if packing.name == "MXFP4":  # a byte of exponent, then levels: sums are numbers of half precision, too
+        drawn.unflatten(1, (-1, packing.nbytes))[..., 0].bitwise_and_(0x0F).bitwise_or_(0x70)
+    else:
+        drawn = drawn & 0xBB if packing.size > 1 else drawn & 0xBF | 0x30
     return packed.PackedWeight(drawn.to(draw.device), packing, torch.float32)
 
 
 @case(packed_gemv, packed.packed_linear_ref, list(packed.PACKINGS))
 def _(draw: Draw, s: Sizes, name: str) -> Call:
     weight = packed_weight_of(draw, s, name)
-    return Call((draw(3, weight.shape[1]), weight))
+    return Call((draw(3, weight.shape[1]) / 64, weight))  # exactly: sums are numbers of half precision
 
 
 @case(packed.packed_linear, packed.packed_linear_ref, list(packed.PACKINGS))
 def _(draw: Draw, s: Sizes, name: str) -> Call:
     weight = packed_weight_of(draw, s, name)
-    return Call((draw(20, weight.shape[1]), weight))
+    return Call((draw(20, weight.shape[1]) / 64, weight))
 
 
 @case(packed.unpack_rows, packed.unpack_ref, list(packed.PACKINGS), exact=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpu_parts.clock import captured
-from gpu_parts.frame import Row
+from gpu_parts.frame import Found, Row, Rows
 from gpu_parts.setting import Setting
 from kvcli.bench.runs import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
@@ -56,12 +56,23 @@ CAPTURED: list[Variant] = [
 LAUNCHED: list[Variant] = [*(("launched", torch.float32, {"tau": tau}) for tau in (0.0, 0.9, 1.0)), *ABLATED]
 
 
-def agreement(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
-    """Yield a row for each comparison."""
+def agreement(setting: Setting, found: Found) -> Iterator[Rows]:
+    """Yield a row for each comparison; what differed before is compared again."""
     variants = CAPTURED if setting.device.type == "cuda" else LAUNCHED
     for how, dtype, settings in variants:
-        yield shown(attention(setting, how, dtype, settings))
-    yield shown(texts(setting))
+        if not found.has(name_of_attention(how, dtype, settings), agrees=True):
+            yield [shown(attention(setting, how, dtype, settings))]
+    if not found.has(TEXTS, agrees=True):
+        yield [shown(texts(setting))]
+
+
+TEXTS = "texts"
+
+
+def name_of_attention(how: str, dtype: torch.dtype, settings: dict[str, Any]) -> str:
+    """Name a comparison."""
+    changed = [f"{name} {value}" for name, value in settings.items()]
+    return ", ".join(["attention", how, str(dtype).removeprefix("torch."), *changed])
 
 
 class Bench:
@@ -137,12 +148,11 @@ def attention(setting: Setting, how: str, dtype: torch.dtype, settings: dict[str
     pairs = zip(blocking, over_slots, strict=True)
     counted = all(same_counts(one.context.counters, other.context.counters, ties) for one, other in pairs)
     correction = blocking[0].context.counters.correction()
-    width = str(dtype).removeprefix("torch.")
     return {
-        "case": ", ".join(["attention", how, width, *(f"{name} {value}" for name, value in settings.items())]),
+        "case": name_of_attention(how, dtype, settings),
         "how": how,
         "ran": setting.ran,
-        "dtype": width,
+        "dtype": str(dtype).removeprefix("torch."),
         "settings": settings,
         "steps": bench.steps,
         "corrected": correction.heads_corrected / max(1, correction.heads_checked),
@@ -254,7 +264,7 @@ def texts(setting: Setting) -> Row:
     same = [[sequence.token_ids for sequence in run] for run in both]
     counts = [[(report.correction, report.cache) for report in map(RunningSequence.report, run)] for run in both]
     return {
-        "case": "texts",
+        "case": TEXTS,
         "how": "captured" if setting.device.type == "cuda" else "launched",
         "ran": setting.ran,
         "dtype": "float32",

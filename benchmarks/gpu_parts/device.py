@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from common import ratios, spread
 from torch import Tensor
+from torch.nn import functional
 
 from gpu_parts.clock import captured, freed, in_turn
-from gpu_parts.frame import Ended, Row, in_processes
+from gpu_parts.frame import Ended, Found, Row, Rows, in_processes
 from gpu_parts.setting import Setting
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout
 from kvcli.kernels.recall import PROGRAMS, HostLayout, HostPages, gather_pages, gather_pages_ref
@@ -26,10 +27,10 @@ from kvcli.memory.host_pool import PIECE_BYTES
 from kvcli.memory.pinned import pinned_allocator
 
 
-def machine(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+def machine(setting: Setting, found: Found) -> Iterator[Rows]:  # noqa: ARG001
     """Yield one row for the device; fails where there is none."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    row: Row = {"host_bytes": memory, "cores": os.cpu_count()}
+    row: Row = {"case": "machine", "host_bytes": memory, "cores": os.cpu_count()}
     if setting.device.type == "cuda":
         of = torch.cuda.get_device_properties(setting.device)
         row |= {
@@ -43,7 +44,7 @@ def machine(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     else:
         row["device"] = "CPU: references, no kernels"
     print(f"  {row['device']}, {row['host_bytes'] / 2**30:.0f} GiB of host memory", flush=True)
-    yield row
+    yield [row]
 
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -51,30 +52,31 @@ sys.path.append(str(Path(__file__).parents[2] / "tests"))
 LIMIT = 60.0  # seconds for one case in all its types and sizes
 
 
-def kernels(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+def kernels(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield a row for each kernel: whether it agrees with its reference, and the largest relative error.
 
     The cases are those of the tests, at odd and at real sizes. Each is compiled and run in a process of its own,
-    several side by side: it is compiling that takes the time.
+    several side by side: it is compiling that takes the time. What differed before is checked again.
     """
     from triton_cases import CASES
 
-    works = {case.name: partial(check, index, setting) for index, case in enumerate(CASES)}
+    left = [case for case in CASES if not found.has(case.name, agrees=True)]
+    works = {case.name: partial(check, case, setting) for case in left}
     at_once = 1 if setting.smoke else min(12, os.cpu_count() or 1)
     for name, message in in_processes(works, LIMIT, at_once):
-        row = message if isinstance(message, dict) else {"case": name, "agrees": False, "problem": message.error}
         if isinstance(message, Ended) and message.error is None:
             continue
+        row = {"case": name, "agrees": False, "problem": message.error} if isinstance(message, Ended) else message[0]
         outcome = f"agrees, error {row['error']:.1e}" if row["agrees"] else f"DIFFERS: {row['problem']}"
         print(f"  {name:<42} {outcome}", flush=True)
-        yield row
+        yield [row]
 
 
-def check(index: int, setting: Setting) -> Iterator[Row]:
+def check(case: Any, setting: Setting) -> Iterator[Rows]:
     """Compare one case in all types and sizes; `checked` counts the comparisons."""
-    from triton_cases import CASES, ODD, REAL, TOLERANCE, compare
+    from triton_cases import ODD, REAL, TOLERANCE, compare
 
-    case, worst, problems, checked = CASES[index], 0.0, [], 0
+    worst, problems, checked = 0.0, [], 0
     for sizes in (ODD,) if setting.smoke else (ODD, REAL):
         for dtype in TOLERANCE:
             outcome = compare(case, dtype, setting.device, sizes)
@@ -82,15 +84,17 @@ def check(index: int, setting: Setting) -> Iterator[Row]:
             if outcome.problem:
                 which = "odd" if sizes is ODD else "real"
                 problems.append(f"{str(dtype).removeprefix('torch.')} at {which} sizes: {outcome.problem}")
-    yield {
-        "case": case.name,
-        "agrees": not problems,
-        "exactly": case.exact,
-        "error": worst,
-        "checked": checked,
-        "problem": "; ".join(problems),
-        "ran": setting.ran,
-    }
+    yield [
+        {
+            "case": case.name,
+            "agrees": not problems,
+            "exactly": case.exact,
+            "error": worst,
+            "checked": checked,
+            "problem": "; ".join(problems),
+            "ran": setting.ran,
+        }
+    ]
 
 
 HEADS, D = 8, 128
@@ -127,21 +131,29 @@ class GatherLoad(NamedTuple):
         return torch.equal(actual.k, expected.k) and torch.equal(actual.v, expected.v) and bool(actual.k.any())
 
 
-def rates(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
-    """Yield a row for each rate, bytes a second.
+LINEARS, WIDTH = 8, 4096  # weights of linear layers, too many for the device's caches together
+CHAIN = 1000  # kernels one after another
+
+
+def rates(setting: Setting, found: Found) -> Iterator[Rows]:
+    """Yield a row for each rate, bytes a second; and the time of a kernel that does nothing.
 
     Rates count bytes read and written on the device, and bytes moved across the bus. The gather is timed as a decode
     step uses it, a kernel for each of many layers in one CUDA graph, every page from another place of a large pool;
     plain copies are timed beside it in every round, and the ratio is taken within the round.
     """
-    yield from plain_copies(setting)
-    if setting.device.type == "cuda":
-        yield shown(pinning(setting))
+    if not found.has(*COPIES):
+        yield plain_copies(setting)
+    if not found.has("linear of one row", "kernel of a graph"):
+        yield least_times(setting)
+    if setting.device.type == "cuda" and not found.has("pinning"):
+        yield [shown(pinning(setting))]
         freed(setting.device)
     pool = pinned(setting, setting.pool // setting.dtype.itemsize)
     for layout in ("hnd", "nhd"):
         for part in (1.0, 0.2):
-            yield from gathers(setting, pool, layout, part)
+            if not found.has(name_of_gather(layout, part)):
+                yield gathers(setting, pool, layout, part)
 
 
 def pinned(setting: Setting, numbers: int) -> Tensor:
@@ -155,22 +167,56 @@ def pinned(setting: Setting, numbers: int) -> Tensor:
     return host
 
 
-def plain_copies(setting: Setting) -> Iterator[Row]:
+COPIES = "device copy", "host to device", "device to host"
+
+
+def plain_copies(setting: Setting) -> Rows:
     """Copy within the device and to and from pinned memory."""
     numbers = setting.buffer // setting.dtype.itemsize
     source = torch.randn(numbers, device=setting.device, dtype=setting.dtype)
     target, host = torch.empty_like(source), pinned(setting, numbers)
-    works = {
-        "device copy": lambda: target.copy_(source),
-        "host to device": lambda: target.copy_(host, non_blocking=True),
-        "device to host": lambda: host.copy_(source, non_blocking=True),
-    }
-    times = in_turn(
-        {name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device, setting.deadline
+    works = (
+        lambda: target.copy_(source),
+        lambda: target.copy_(host, non_blocking=True),
+        lambda: host.copy_(source, non_blocking=True),
     )
+    times = in_turn(
+        {name: (work, CALLS) for name, work in zip(COPIES, works, strict=True)},
+        *(setting.repeats, setting.device, setting.deadline),
+    )
+    rows = []
     for name, seconds in times.items():
         moved = (2 if name == "device copy" else 1) * source.nbytes
-        yield shown({"case": name, "bytes": moved, "bytes_per_s": spread([moved / taken for taken in seconds])})
+        rows.append(shown({"case": name, "bytes": moved, "bytes_per_s": spread([moved / taken for taken in seconds])}))
+    return rows
+
+
+def least_times(setting: Setting) -> Rows:
+    """Time a linear layer of one row, bound by its weights, and a kernel that does nothing: what predictions stand on.
+
+    Both in a CUDA graph, one after another.
+    """
+    width, chain = (64, 10) if setting.smoke else (WIDTH, CHAIN)
+    weights = torch.randn(LINEARS, width, width, device=setting.device, dtype=setting.dtype)
+    x, one = torch.randn(1, width, device=setting.device, dtype=setting.dtype), torch.zeros(1, device=setting.device)
+
+    def linears() -> None:
+        for weight in weights:
+            functional.linear(x, weight)
+
+    def nothing() -> None:
+        for _ in range(chain):
+            one.add_(1)
+
+    works = {"linear": (captured(linears, setting.device), CALLS), "chain": (captured(nothing, setting.device), CALLS)}
+    times = in_turn(works, setting.repeats, setting.device, setting.deadline)
+    rate = spread([weights.nbytes / taken for taken in times["linear"]])
+    taken = spread([taken / chain for taken in times["chain"]])
+    print(f"  {'kernel of a graph':<40} {1e6 * taken['median']:8.2f} us", flush=True)
+    return [
+        shown({"case": "linear of one row", "bytes": weights.nbytes, "bytes_per_s": rate}),
+        {"case": "kernel of a graph", "seconds": taken},
+    ]
 
 
 def pinning(setting: Setting) -> Row:
@@ -187,7 +233,12 @@ def pinning(setting: Setting) -> Row:
     }
 
 
-def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> Iterator[Row]:
+def name_of_gather(layout: HostLayout, part: float) -> str:
+    """Name a gather."""
+    return f"gather {layout}, {part:.0%} of the pages missing"
+
+
+def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> Rows:
     """Gather `part` of the selected pages of every head, with several numbers of programs, beside plain copies."""
     recall = recall_of(setting, pool, layout, part)
     same = pool[: recall.nbytes // setting.dtype.itemsize]
@@ -198,12 +249,10 @@ def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> 
     times = in_turn(
         {name: (work, CALLS) for name, work in works.items()}, setting.repeats, setting.device, setting.deadline
     )
-    for name, seconds in times.items():
-        if name == "plain":
-            continue
-        yield shown(
+    return [
+        shown(
             {
-                "case": f"gather {layout}, {part:.0%} of the pages missing",
+                "case": name_of_gather(layout, part),
                 "layout": layout,
                 "missing": part,
                 "programs": int(name),
@@ -214,6 +263,9 @@ def gathers(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> 
                 "arrives": recall.arrives(),
             }
         )
+        for name, seconds in times.items()
+        if name != "plain"
+    ]
 
 
 def recall_of(setting: Setting, pool: Tensor, layout: HostLayout, part: float) -> GatherLoad:

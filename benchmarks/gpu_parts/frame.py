@@ -12,16 +12,37 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Rows = list[Row]
+"""Rows that belong together, since ratios are taken between them: they are kept together, or not at all."""
+
 _ROOT = Path(__file__).parents[2]
 _OWN = ("kvcli", "gpu_parts", "common", "triton_cases")
 _FORK = multiprocessing.get_context("fork")
+
+
+def name_of(row: Row) -> tuple[Any, ...]:
+    """Return what tells a row of a part from its others."""
+    return tuple(row.get(key) for key in ("case", "phase", "round", "programs"))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found before: the parts by name, and the rows of the part that asks, which does the rest."""
+
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    own: Sequence[Row] = ()
+
+    def has(self, *cases: str, **like: Any) -> bool:
+        """Tell whether there is a row of each case that did not fail, and that has these values."""
+        known = [row["case"] for row in self.own if "failed" not in row and row | like == row]
+        return set(cases) <= {*known}
 
 
 class NotHere(Exception):  # noqa: N818 - nothing went wrong
@@ -39,7 +60,7 @@ class Ended:
 class _Child:
     """A process that sends the rows of `work`, then how it ended."""
 
-    def __init__(self, name: str, work: Callable[[], Iterable[Row]], limit: float):
+    def __init__(self, name: str, work: Callable[[], Iterable[Rows]], limit: float):
         self.name, self.limit = name, limit
         self.deadline = time.monotonic() + limit
         self.leads = multiprocessing.parent_process() is None  # a group of its own, with what it starts itself
@@ -48,10 +69,10 @@ class _Child:
         self.process.start()
         sender.close()
 
-    def receive(self) -> Row | Ended:
+    def receive(self) -> Rows | Ended:
         """Take the next message; that there is one must be known."""
         try:
-            message: Row | Ended = self.receiver.recv()
+            message: Rows | Ended = self.receiver.recv()
         except EOFError:
             self.process.join()
             return Ended(f"the process died with exit code {self.process.exitcode}")
@@ -69,8 +90,8 @@ class _Child:
 
 
 def in_processes(
-    works: Mapping[str, Callable[[], Iterable[Row]]], limit: float, at_once: int = 1
-) -> Iterator[tuple[str, Row | Ended]]:
+    works: Mapping[str, Callable[[], Iterable[Rows]]], limit: float, at_once: int = 1
+) -> Iterator[tuple[str, Rows | Ended]]:
     """Run every work for at most `limit` seconds, `at_once` of them side by side; yields their rows and ends."""
     waiting = list(works.items())
     running: dict[Connection, _Child] = {}
@@ -98,13 +119,13 @@ def in_processes(
             child.stop()
 
 
-def _send(work: Callable[[], Iterable[Row]], sender: Connection, leads: bool) -> None:
+def _send(work: Callable[[], Iterable[Rows]], sender: Connection, leads: bool) -> None:
     if leads:
         os.setpgid(0, 0)
     end = Ended()
     try:
-        for row in work():
-            sender.send(row)
+        for rows in work():
+            sender.send(rows)
     except NotHere as reason:
         end = Ended(str(reason), not_here=True)
     except Exception as error:

@@ -1,9 +1,8 @@
 """A decode step of every method, each timed in turn with freekv: those that a graph serves, and those in pieces.
 
 One method stands beside freekv at a time, because many keep all KV on the device; both begin anew, because a step more
-is a token more. Queries of made-up models turn
-completely from step to step: what recalls by the query recalls most of its budget, which is its worst case. What
-freekv corrects and exchanges is forced (`steps.USUAL`, `steps.TURNOVER`).
+is a token more. Queries of made-up models turn completely from step to step: what recalls by the query recalls most of
+its budget, which is its worst case. What freekv corrects and exchanges is forced (`steps.USUAL`, `steps.TURNOVER`).
 
 A method that fails, or does not end in the time of its part, leaves a row that says so; when the part goes on, those
 that were not tried yet come first.
@@ -14,12 +13,11 @@ that were not tried yet come first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
 from gpu_parts.clock import freed, in_turn
-from gpu_parts.frame import Row, describe
+from gpu_parts.frame import Found, Rows, describe
 from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import Running, StepCase, compared, row_of, shown
@@ -31,58 +29,57 @@ GIB = 1 << 30
 FILLED = 0.85  # of what is free on the device and the host, by the sequences of the largest batch
 
 
-def methods_short(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_short(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield a row a method at the short context."""
-    yield from beside_freekv(setting, found, "methods_short", BY_GRAPH, setting.short)
+    yield from beside_freekv(setting, found, BY_GRAPH, setting.short)
 
 
-def methods_middle(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_middle(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield a row a method at the middle context."""
-    yield from beside_freekv(setting, found, "methods_middle", BY_GRAPH, setting.middle)
+    yield from beside_freekv(setting, found, BY_GRAPH, setting.middle)
 
 
-def methods_batch(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_batch(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield a row a method for a batch at the short context."""
-    yield from beside_freekv(setting, found, "methods_batch", BY_GRAPH, setting.short, setting.many)
+    yield from beside_freekv(setting, found, BY_GRAPH, setting.short, setting.many)
 
 
-def methods_large(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_large(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield a row a method that offloads, for a batch at the middle context; the sequences begin as copies."""
-    yield from beside_freekv(setting, found, "methods_large", OFFLOADING, setting.middle, setting.many, copied=True)
+    yield from beside_freekv(setting, found, OFFLOADING, setting.middle, setting.many, copied=True)
 
 
-def methods_pieces(setting: Setting, found: Any) -> Iterator[Row]:
+def methods_pieces(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield a row a method that is served in pieces, at the short context."""
-    yield from beside_freekv(setting, found, "methods_pieces", IN_PIECES, setting.short)
+    yield from beside_freekv(setting, found, IN_PIECES, setting.short)
 
 
 def beside_freekv(
     setting: Setting,
-    found: Any,
-    part: str,
+    found: Found,
     contenders: Sequence[Contender],
     context: int,
     batch: int = 1,
     copied: bool = False,
-) -> Iterator[Row]:
+) -> Iterator[Rows]:
     """Yield a row for each contender that `found` has no figures of yet, and before it one that says it was begun."""
-    failed = {row["case"]: "failed" in row for row in found.get(part, {"rows": []})["rows"]}
-    waiting = sorted((each for each in contenders if failed.get(each.name, True)), key=lambda each: each.name in failed)
+    tried = {row["case"] for row in found.own}
+    waiting = sorted((each for each in contenders if not found.has(each.name)), key=lambda each: each.name in tried)
     with workshop(setting, setting.shape, [context]) as place:
         for each in waiting:
             known = {"case": each.name, "method": each.method, "context": context, "batch": batch}
-            yield known | {"failed": "it did not end in the time of its part"}
+            yield [known | {"failed": "it did not end in the time of its part"}]
             cases = [
                 StepCase.freekv("freekv", context, batch),
                 StepCase(each.name, each.method, context, batch, settings=each.settings),
             ]
             try:
                 fit(place, cases)
-                freekv, row = compared(place, setting, cases, found, copied=copied)
-                yield row | {"freekv_ms": freekv["rounds_ms"]}
+                ((freekv, row),) = compared(place, setting, cases, found, copied=copied)
+                yield [row | {"freekv_ms": freekv["rounds_ms"]}]
             except (RuntimeError, ValueError, KvcliError) as error:  # out of memory, too
                 print(f"  {each.name}: {describe(error)}", flush=True)
-                yield known | {"failed": describe(error)}
+                yield [known | {"failed": describe(error)}]
             freed(setting.device)
 
 
@@ -100,16 +97,18 @@ def fit(place: Workshop, cases: Sequence[StepCase]) -> None:
         raise ValueError(f"{wanted / GIB:.0f} GiB on the device, where there is room for {free / GIB:.0f}")
 
 
-def throughput(setting: Setting, found: Any) -> Iterator[Row]:
+def throughput(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield a row for each of the two: its largest batch, and its tokens a second."""
     context = setting.middle - setting.middle // 16
     for name in ("full", "shadowkv"):
+        if found.has(name):
+            continue
         with workshop(setting, setting.shape, [context]) as place:
             many, pool = largest(place, name, context)
             one = Running(StepCase(name, name, context, many), place, copied=True)
             extra = one.looped(max(2, setting.calls))
             times = in_turn({name: (one.work, setting.calls)}, setting.repeats, setting.device, setting.deadline)
-            yield shown(row_of(one, times[name], found) | extra | {"limited_by": pool})
+            yield [shown(row_of(one, times[name], found) | extra | {"limited_by": pool})]
             one.stepper.finish()
         del one, place
         freed(setting.device)

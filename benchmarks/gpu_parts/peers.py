@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, StaticCache
 
 from gpu_parts.clock import freed, milliseconds
-from gpu_parts.frame import NotHere, Row
+from gpu_parts.frame import Found, NotHere, Row, Rows
 from gpu_parts.made_up import dummy_model, workshop
 from gpu_parts.setting import Setting
 from gpu_parts.steps import StepCase, compared
@@ -25,7 +24,7 @@ from kvcli.runtime.engine import engine
 from kvcli.telemetry.timeline import Timeline
 
 
-def peers(setting: Setting, found: Any) -> Iterator[Row]:
+def peers(setting: Setting, found: Found) -> Iterator[Rows]:
     """Yield kvcli's rows, then the peers' on the same weights, as a model cannot be both at once.
 
     Peers are as much slower as to leave no doubt.
@@ -42,20 +41,22 @@ def peers(setting: Setting, found: Any) -> Iterator[Row]:
     del place
     freed(setting.device)
     load = Load(context, batch=1, warmup=2, steps=8 if not setting.smoke else 2)
-    yield _timed(Transformers(model, noise), load)
-    if setting.device.type == "cuda":
+    resident, offloaded = Transformers(model, noise), Transformers(model, noise, offloading=True)
+    if not found.has(resident.label):
+        yield [_timed(resident, load)]
+    if setting.device.type == "cuda" and not found.has(offloaded.label):
         # Short of the context, because pinned memory comes in powers of two, and one token more would take it twice.
         load = Load(context - 16, batch=1, warmup=1, steps=3)
-        yield _timed(Transformers(model, noise, offloading=True), load)
+        yield [_timed(offloaded, load)]
 
 
-def static(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+def static(setting: Setting, found: Found) -> Iterator[Rows]:  # noqa: ARG001
     """Yield the row of a compiled step over a `StaticCache`, which is reported, not a target."""
     if setting.device.type != "cuda":
         raise NotHere("generate compiles nothing on a CPU")
     model = dummy_model(setting, setting.shape)
     load = Load(setting.middle, batch=1, warmup=8, steps=16)
-    yield _timed(Static(model, RandomKV(0, setting.device, setting.dtype)), load)
+    yield [_timed(Static(model, RandomKV(0, setting.device, setting.dtype)), load)]
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def _timed(peer: Transformers, load: Load) -> Row:
 ROUNDS = 2
 
 
-def reading(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
-    """Yield a row for each reading of a long prompt, in turn; a short one of each goes before.
+def reading(setting: Setting, found: Found) -> Iterator[Rows]:
+    """Yield the rows of a round, a reading of a long prompt by each in turn; a short one of each goes before.
 
     kvcli's KV leaves for pinned host memory, which is allocated within the time taken; that of transformers (sdpa)
     stays on the device. Both return the logits of one token. Peak memory is the allocator's, above weights and hidden
@@ -101,8 +102,11 @@ def reading(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     for reader in readers.values():
         reader(model, ids[: setting.middle // 32])
     for number in range(ROUNDS):
-        for name, reader in readers.items():
-            yield reading_shown({"case": name, "round": number} | _measured(model, ids, reader))
+        if not found.has(*readers, round=number):
+            yield [
+                reading_shown({"case": name, "round": number} | _measured(model, ids, reader))
+                for name, reader in readers.items()
+            ]
 
 
 def by_kvcli(model: Model, ids: list[int]) -> object:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from gpu_parts.clock import Work, freed, in_turn, milliseconds
-from gpu_parts.frame import NotHere, Row
+from gpu_parts.frame import Found, NotHere, Row, Rows
 from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
 from kvcli.bench.phases import parts_of, products_of, traced
@@ -122,35 +122,37 @@ def compared(
     place: Workshop,
     setting: Setting,
     cases: Sequence[StepCase],
-    found: Any,
+    found: Found,
     repeats: int | None = None,
     copied: bool = False,
-) -> Iterator[Row]:
-    """Build all cases, then time them in turn; yields a row for each, with its times repeat by repeat.
+) -> Iterator[Rows]:
+    """Build all cases, then time them in turn; yields a row for each at once, with its times repeat by repeat.
 
-    Of what the host has to launch, a step is long enough to be timed alone. `repeats`: other than usual; `copied`: see
-    `Workshop.sequences`. What each puts in the place of the model's own goes as it came, also where one fails.
+    What has been compared yields nothing. Of what the host has to launch, a step is long enough to be timed alone.
+    `repeats`: other than usual; `copied`: see `Workshop.sequences`. What each puts in the place of the model's own goes
+    as it came, also where one fails.
     """
+    if found.has(*(case.name for case in cases)):
+        return
     with ExitStack() as left:
         running = []
         for case in cases:
             running.append(Running(case, place, copied))
             left.callback(running[-1].stepper.finish)
-        yield from timed(running, setting, found, repeats or setting.repeats)
+        yield timed(running, setting, found, repeats or setting.repeats)
 
 
-def timed(running: Sequence[Running], setting: Setting, found: Any, repeats: int) -> Iterator[Row]:
+def timed(running: Sequence[Running], setting: Setting, found: Found, repeats: int) -> Rows:
     """Time what was built."""
     calls = [setting.calls if one.captured else 1 for one in running]
     extra = [one.looped(max(2, count)) for one, count in zip(running, calls, strict=True)]
     most = [max(1, int(1000 * ROUND_SECONDS / more["looped_ms"]["median"])) for more in extra]
     works = {one.case.name: (one.work, min(own)) for one, *own in zip(running, calls, most, strict=True)}
     times = in_turn(works, repeats, setting.device, setting.deadline)
-    for one, more in zip(running, extra, strict=True):
-        yield shown(row_of(one, times[one.case.name], found) | more)
+    return [shown(row_of(one, times[one.case.name], found) | more) for one, more in zip(running, extra, strict=True)]
 
 
-def row_of(one: Running, seconds: list[float], found: Any) -> Row:
+def row_of(one: Running, seconds: list[float], found: Found) -> Row:
     """Give what one case is and took; the floor is its bytes over the measured rate of a device copy."""
     case, copy = one.case, rate_of(found, "device copy")
     floor = None if copy is None else 1000 * one.bytes_at_best / copy
@@ -174,9 +176,9 @@ def row_of(one: Running, seconds: list[float], found: Any) -> Row:
     }
 
 
-def rate_of(found: Any, what: str) -> float | None:
+def rate_of(found: Found, what: str) -> float | None:
     """Look a measured rate up, bytes a second; None where it was not measured."""
-    rows = found.get("rates", {}).get("rows", [])
+    rows = found.parts.get("rates", {}).get("rows", [])
     rates = [row["bytes_per_s"]["median"] for row in rows if row["case"] == what]
     return rates[0] if rates else None
 
@@ -198,7 +200,7 @@ def shown(row: Row) -> Row:
 CORRECTED = (0.0, 0.1, 0.3, 1.0)
 
 
-def speed(setting: Setting, found: Any) -> Iterator[Row]:
+def speed(setting: Setting, found: Found) -> Iterator[Rows]:
     """Time a step at a short context: retrieval at several rates, a sliding window, everything resident."""
     context = setting.short
     cases = [StepCase("streaming", "streaming", context), StepCase("full", "full", context)]
@@ -207,16 +209,17 @@ def speed(setting: Setting, found: Any) -> Iterator[Row]:
         yield from compared(place, setting, cases, found)
 
 
-def length(setting: Setting, found: Any) -> Iterator[Row]:
+def length(setting: Setting, found: Found) -> Iterator[Rows]:
     """Time a step at a context 32 times as long, with and without a first layer that attends to everything."""
     contexts = {"short": setting.short, "long": setting.long}
-    cases = [
-        StepCase.freekv(f"{name}, {dense} dense", context, dense_layers=dense)
-        for dense in (1, 0)
-        for name, context in contexts.items()
-    ]
     with workshop(setting, setting.shape, list(contexts.values())) as place:
-        yield from compared(place, setting, cases, found)
+        for dense in (1, 0):
+            cases = [
+                StepCase.freekv(f"{name}, {dense} dense", context, dense_layers=dense)
+                for name, context in contexts.items()
+            ]
+            yield from compared(place, setting, cases, found)
+            freed(setting.device)
 
 
 FEW = 2
@@ -225,7 +228,7 @@ FEW = 2
 PAGE_BY_PAGE: dict[str, Any] = {"recall": "copy", "double_buffer": False}
 
 
-def batch(setting: Setting, found: Any) -> Iterator[Row]:
+def batch(setting: Setting, found: Found) -> Iterator[Rows]:
     """Time what more sequences at once give, and what recall costs that is blocking, page by page and NHD.
 
     `corrected` 1 is retrieval of all heads before attention: blocking.
@@ -243,7 +246,7 @@ def batch(setting: Setting, found: Any) -> Iterator[Row]:
         yield from compared(place, setting, blocking, found, FEW)
 
 
-def other(setting: Setting, found: Any) -> Iterator[Row]:
+def other(setting: Setting, found: Found) -> Iterator[Rows]:
     """Time steps of another architecture: fewer KV heads, each for more query heads."""
     context = setting.short
     cases = [
@@ -252,8 +255,8 @@ def other(setting: Setting, found: Any) -> Iterator[Row]:
         StepCase.freekv("freekv 30%, middle", setting.middle, corrected=0.3),
     ]
     with workshop(setting, setting.other_shape, [context, setting.middle]) as place:
-        for row in compared(place, setting, cases, found):
-            yield row | {"shape": setting.other_shape}
+        for rows in compared(place, setting, cases, found):
+            yield [row | {"shape": setting.other_shape} for row in rows]
 
 
 FURTHER: dict[str, dict[str, Any]] = {"copies, all else on": {"recall": "copy"}, "nhd pages": {"host_layout": "nhd"}}
@@ -268,7 +271,7 @@ def ablated(context: int) -> list[StepCase]:
     ]
 
 
-def ablation(setting: Setting, found: Any) -> Iterator[Row]:
+def ablation(setting: Setting, found: Found) -> Iterator[Rows]:
     """Switch the parts of recall off one by one: those that the paper does (FreeKV, figure 9), and two more."""
     with workshop(setting, setting.shape, [setting.short]) as place:
         yield from compared(place, setting, ablated(setting.short), found)
@@ -277,7 +280,7 @@ def ablation(setting: Setting, found: Any) -> Iterator[Row]:
 REPLAYS = 8
 
 
-def phases(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
+def phases(setting: Setting, found: Found) -> Iterator[Rows]:
     """Trace a captured step: a row for each phase of each case by the kernels of its replays, and one for the step.
 
     See `kvcli.bench.phases`: a moment belongs to what the step waits for, the rest of what runs then is hidden. Tracing
@@ -291,6 +294,8 @@ def phases(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
     with workshop(setting, setting.shape, [context]) as place:
         products = products_of(place.engine.model.module)
         for case in cases:
+            if found.has(case.name):
+                continue
             one = Running(case, place)
             for _ in range(REPLAYS):
                 one.work()
@@ -309,8 +314,7 @@ def phases(setting: Setting, found: Any) -> Iterator[Row]:  # noqa: ARG001
             ]
             kernels = statistics.median(len(replay) for replay in replays)
             rows.append({"phase": "step", "exposed_ms": whole, "hidden_ms": 0.0, "kernels": kernels})
-            for row in rows:
-                yield phase_shown({"case": case.name, "context": context, **row})
+            yield [phase_shown({"case": case.name, "context": context, **row}) for row in rows]
 
 
 def phase_shown(row: Row) -> Row:

@@ -2,13 +2,16 @@
 
 import importlib
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +23,7 @@ from triton_cases import CASES
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import common  # noqa: E402
 import gpu  # noqa: E402
 from gpu_parts import (  # noqa: E402
     agreement,
@@ -31,7 +35,7 @@ from gpu_parts import (  # noqa: E402
     steps,
     targets,
 )
-from gpu_parts.frame import Ended, NotHere, in_processes  # noqa: E402
+from gpu_parts.frame import Ended, Found, NotHere, in_processes  # noqa: E402
 from gpu_parts.made_up import SharedHost  # noqa: E402
 from gpu_parts.setting import smoke  # noqa: E402
 
@@ -350,13 +354,13 @@ def test_methods_stand_beside_freekv_and_what_is_known_is_left_out(monkeypatch):
     monkeypatch.setattr(methods, "BY_GRAPH", [named[name] for name in ("infinigen", "shadowkv", "h2o")])
     setting = replace(smoke(), calls=1, repeats=1)
     before = [{"case": "h2o"}, {"case": "infinigen", "failed": "it did not end in the time of its part"}]
-    begun = list(methods.methods_batch(setting, {"methods_batch": {"rows": before}}))
+    begun = list(chain(*methods.methods_batch(setting, Found(own=before))))
     assert [("failed" in row, row["case"]) for row in begun] == [
         (True, "shadowkv"), (False, "shadowkv"), (True, "infinigen"), (False, "infinigen")
     ]  # fmt: skip
     beside = [row for row in begun if "failed" not in row]
     assert all(row["batch"] == 3 for row in beside)
-    largest = list(methods.throughput(setting, {}))
+    largest = list(chain(*methods.throughput(setting, Found())))
     assert [(row["case"], row["batch"]) for row in largest] == [("full", 2), ("shadowkv", 2)]
     found = {"methods_middle": {"error": None, "rows": beside}, "throughput": {"error": None, "rows": largest}}
     assert judged(found, "shadowkv against freekv")["measured"] > 0
@@ -387,7 +391,7 @@ def test_a_method_in_pieces_goes_on_from_the_tokens_that_it_chose(monkeypatch):
 
     monkeypatch.setattr(steps, "PiecewiseStepper", Watched)
     monkeypatch.setattr(methods, "IN_PIECES", [each for each in targets.IN_PIECES if each.name == "infllm"])
-    begun, row = methods.methods_pieces(setting, {})
+    begun, row = chain(*methods.methods_pieces(setting, Found()))
     assert (begun["case"], begun["failed"]) == ("infllm", "it did not end in the time of its part")
     assert (row["case"], row["captured"], len(row["freekv_ms"])) == ("infllm", False, 1)
     assert served == [[count] for count in range(1, len(served) + 1)]
@@ -402,9 +406,9 @@ def test_sequences_of_a_batch_differ_by_their_token_where_they_are_copies():
 
 def test_what_began_and_what_failed_leaves_no_row_beside_its_figures(monkeypatch):
     sent = [{"case": name, **more} for name in "ab" for more in ({"failed": "begun"}, {"rounds_ms": [1.0]})]
-    monkeypatch.setattr(gpu, "rows_of", lambda *_: iter([*sent, {"case": "c", "failed": "begun"}]))
-    before = {"methods_large": {"rows": [{"case": "b", "failed": "before"}, {"case": "d", "rounds_ms": [2.0]}]}}
-    found = gpu.run(gpu.BenchmarkPart("methods", "methods_large", 60, ""), smoke(), before, 60.0)
+    monkeypatch.setattr(gpu, "rows_of", lambda *_: ([row] for row in [*sent, {"case": "c", "failed": "begun"}]))
+    before = Found(own=[{"case": "b", "failed": "before"}, {"case": "d", "rounds_ms": [2.0]}])
+    *_, found = gpu.run(gpu.BenchmarkPart("methods", "methods_large", 60, ""), smoke(), before, 60.0)
     assert [(row["case"], "failed" in row) for row in found["rows"]] == [
         ("d", False), ("a", False), ("b", False), ("c", True)
     ]  # fmt: skip
@@ -492,7 +496,8 @@ def compared_rows(wrong=()):
 @pytest.mark.parametrize("wrong", [(), (3, 77)])
 def test_every_comparison_is_kept_and_one_that_disagrees_is_an_exit_code(wrong, monkeypatch, tmp_path, capfd):
     output, found = tmp_path / "gpu.json", compared_rows(wrong)
-    monkeypatch.setattr(gpu, "rows_of", lambda part, *_: iter(found.get(part.name, [{"device": "made up"}])))
+    machine = [{"case": "machine", "device": "made up"}]
+    monkeypatch.setattr(gpu, "rows_of", lambda part, *_: ([row] for row in found.get(part.name, machine)))
     monkeypatch.setattr(gpu, "prepare", lambda: None)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--smoke", "--parts", "machine,kernels,agreement", "-o", str(output)])
     with pytest.raises(SystemExit) if wrong else nullcontext() as ended:
@@ -509,3 +514,94 @@ def test_every_comparison_is_kept_and_one_that_disagrees_is_an_exit_code(wrong, 
 
 def test_no_two_kernels_share_a_name():
     assert len({case.name for case in CASES}) == len(CASES) > 100
+
+
+class Rehearsal:
+    """Stands in for parts of three rows each; `cut` is where the whole call is killed, after so many rows."""
+
+    def __init__(self, output, cut=None):
+        self.output, self.cut, self.asked = output, cut, output.with_name("asked")
+
+    def rows(self, part, setting, found):
+        for number in range(3):
+            case = {"case": f"{part.name} {number}", "device": "made up", "agrees": True}
+            if found.has(case["case"]):
+                continue
+            if (part.name, number) == self.cut:
+                while len(kept(self.output).get(part.name, {"rows": []})["rows"]) < number:
+                    time.sleep(0.01)
+                os.kill(os.getppid(), signal.SIGKILL)
+                os._exit(0)
+            with self.asked.open("a") as file:
+                file.write(f"{case['case']}\n")
+            yield [case]
+
+
+def kept(output):
+    return json.loads(output.read_text())["parts"] if output.exists() else {}
+
+
+def test_a_call_that_is_killed_loses_nothing_and_the_next_one_does_the_rest(monkeypatch, tmp_path):
+    """The first hour, rehearsed: two calls are killed, a third has no time left, and the fourth ends it."""
+    monkeypatch.setattr(gpu, "prepare", lambda: None)
+    output, fork = tmp_path / "gpu.json", multiprocessing.get_context("fork")
+
+    def call(*words, cut=None):
+        monkeypatch.setattr(gpu, "rows_of", Rehearsal(output, cut).rows)
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--smoke", "-o", str(output), *words])
+        run = fork.Process(target=gpu.main)
+        run.start()
+        run.join()
+        return run.exitcode, {name: [row["case"] for row in part["rows"]] for name, part in kept(output).items()}
+
+    code, rows = call(cut=("rates", 2))
+    assert (code, list(rows), rows["rates"]) == (-9, ["machine", "kernels", "rates"], ["rates 0", "rates 1"])
+    assert kept(output)["rates"] | {"state": "not finished", "error": "it was cut off"} == kept(output)["rates"]
+    code, rows = call("--resume", cut=("phases", 1))
+    assert (code, rows["rates"], rows["phases"]) == (-9, ["rates 0", "rates 1", "rates 2"], ["phases 0"])
+    code, before = call("--resume", "--seconds", "0")
+    assert (code, before["rates"], before["phases"]) == (1, rows["rates"], rows["phases"])
+    code, rows = call("--resume")
+    assert code == 0
+    assert rows == {part.name: [f"{part.name} {number}" for number in range(3)] for part in gpu.PARTS}
+    assert {part["state"] for part in kept(output).values()} == {"done"}
+    asked = [line for line in Rehearsal(output).asked.read_text().splitlines() if not line.startswith("machine")]
+    assert asked == [f"{part.name} {number}" for part in gpu.PARTS[1:] for number in range(3)]  # in order, each once
+
+
+def test_what_counts_most_comes_first_and_fits_one_call():
+    first = [part.name for part in gpu.PARTS[:6]]
+    assert first == ["machine", "kernels", "rates", "agreement", "speed", "phases"]
+    assert sum(part.limit for part in gpu.PARTS[:6]) <= gpu.SECONDS
+    judged_by = [target for target in targets.TARGETS if target.bound is not None]
+    needed = {"speed", "peers", "length", "batch", "rates", "reading", "throughput", "methods_middle"}
+    assert len(judged_by) > 15
+    assert needed < {part.name for part in gpu.PARTS[:12]}
+
+
+def test_a_file_is_whole_at_any_time(tmp_path, monkeypatch):
+    path = tmp_path / "gpu.json"
+    common.write(path, {"parts": 1}, {})
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        common.write(path, {"parts": 2}, {})
+    assert json.loads(path.read_text())["parts"] == 1
+
+
+@pytest.mark.exhaustive
+def test_the_first_hour_in_small(warm, tmp_path):
+    """All parts on a CPU, in calls of half a minute; what was measured once is not measured again."""
+    output, before = tmp_path / "gpu.json", {}
+    for _ in range(9):
+        run = warm("--smoke", "--resume", "--seconds", "30", "-o", output, program=BENCHMARKS / "gpu.py")
+        assert run.returncode == 0, run.stdout + run.stderr
+        parts = {name: part for name, part in kept(output).items() if name != "machine"}
+        assert all(row in parts[name]["rows"] for name, rows in before.items() for row in rows)
+        before = {name: [row for row in part["rows"] if "failed" not in row] for name, part in parts.items()}
+        waiting = [name for name, part in parts.items() if part["state"] != "done" and name not in ("phases", "static")]
+        if not waiting:
+            break
+    assert waiting == []
+    assert len(before["kernels"]) == len(CASES)
+    assert len(before["methods_middle"]) == len(targets.BY_GRAPH)
+    assert "NOT met" not in run.stdout  # nothing measured on a CPU is judged
