@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 COMMAND = [str(Path(sysconfig.get_path("scripts")) / "kvcli")]
 MODULE = [sys.executable, "-m", "kvcli"]
+RETRIEVE = ["--method", "freekv", "--budget", "96", "--sink", "16", "--window", "32"]
+RETRIEVE += ["--page-size", "16", "--ignore-eos"]
+"""Options under which a tiny model has to retrieve."""
 
 
 def environment(**variables):

@@ -282,11 +282,12 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
     for after in (scaled, {key: 0 if key == "sink" else size for key, size in scaled.items()}):
         with suppress(ValidationError):
             found = config(**(dict(settings) | pages | after))
-            was, now = (" and ".join(f"{key} {size:,}" for key, size in each.items()) for each in (before, after))
-            by = "--sink and --window"
+            was, now = ([f"{key} {size:,}" for key, size in each.items()] for each in (before, after))
+            options = [f"--{key}" for key in after]
             if pages:
-                now, by = f"{now.replace(' and', ',')} and pages of {page} tokens", "--sink, --window and --page-size"
-            return found, f"budget {budget:,} has no room for {was}: using {now}; to set them, use {by}"
+                now, options = [*now, f"pages of {page} tokens"], [*options, "--page-size"]
+            room, using, by = (" and ".join([", ".join(each[:-1]), each[-1]]) for each in (was, now, options))
+            return found, f"budget {budget:,} has no room for {room}: using {using}; to set them, use {by}"
     return None
 
 

@@ -41,7 +41,7 @@ class InfLLMConfig(HostKVConfig, PagedConfig):
     prefill_window: int = setting(256, "tokens of the prompt read at once", "tokens", ge=1)
     representatives: int = setting(4, "most attended tokens of a page whose mean key represents it", "tokens", ge=1)
     positions: Positions = setting("capped", "distance of what is not local: capped (window - 1) or original")
-    smallest_page: ClassVar[int | None] = None
+    smallest_page: ClassVar[int | None] = None  # a page is read by its representatives, not by bounds
 
     @property
     def slots(self) -> int:

@@ -3,27 +3,13 @@
 import json
 
 import pytest
-from command import assert_refused
+from command import RETRIEVE, assert_refused
 from families import tiny_checkpoint
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs "
 SETTINGS = ["--set", "budget=96", "--set", "sink=16", "--set", "window=32", "--set", "page_size=16"]
 CHAT = ["--max-tokens", "5"]
-SHORT = [
-    "--method",
-    "freekv",
-    "--budget",
-    "96",
-    "--sink",
-    "16",
-    "--window",
-    "32",
-    "--page-size",
-    "16",
-    "--max-tokens",
-    "6",
-    "--ignore-eos",
-]
+SHORT = [*RETRIEVE, "--max-tokens", "6"]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-from command import COMMAND, assert_refused, environment, kvcli
+from command import COMMAND, RETRIEVE, assert_refused, environment, kvcli
 from families import tiny_checkpoint
 from transformers import AutoTokenizer
 
@@ -18,19 +18,6 @@ from kvcli.runtime.sampling import Sampling
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
-RETRIEVE = [
-    "--method",
-    "freekv",
-    "--budget",
-    "96",
-    "--sink",
-    "16",
-    "--window",
-    "32",
-    "--page-size",
-    "16",
-    "--ignore-eos",
-]
 
 
 @pytest.fixture(scope="module")

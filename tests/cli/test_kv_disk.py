@@ -6,25 +6,12 @@ import subprocess
 from functools import partial
 
 import pytest
-from command import assert_refused
+from command import RETRIEVE, assert_refused
 from families import tiny_checkpoint
 
 from kvcli.errors import ExitCode
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
-RETRIEVE = [
-    "--method",
-    "freekv",
-    "--budget",
-    "96",
-    "--sink",
-    "16",
-    "--window",
-    "32",
-    "--page-size",
-    "16",
-    "--ignore-eos",
-]
 CACHE = ["--host-memory", "40KiB"]
 
 FAILING = """

@@ -6,25 +6,11 @@ import shutil
 from functools import partial
 
 import pytest
-from command import assert_refused
+from command import RETRIEVE, assert_refused
 from families import tiny_checkpoint
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
-SHORT = [
-    "--method",
-    "freekv",
-    "--budget",
-    "96",
-    "--sink",
-    "16",
-    "--window",
-    "32",
-    "--page-size",
-    "16",
-    "--ignore-eos",
-    "--max-tokens",
-    6,
-]
+SHORT = [*RETRIEVE, "--max-tokens", 6]
 
 
 @pytest.fixture(scope="module")
