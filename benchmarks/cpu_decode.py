@@ -34,7 +34,9 @@ from transformers import DynamicCache, LlamaForCausalLM
 from kvcli.bench.runs import TokenClock
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.layers import cache_argument
+from kvcli.sizes import slices
 
+AT_ONCE = 4  # methods that a checkout profiles before the other does: a machine's speed changes within minutes
 RUNS = {
     "full": Run(resolve_profile("full")),
     "turning": Run(FREEKV),
@@ -114,13 +116,13 @@ def all_methods(methods: list[str], against: Path | None, contexts: list[int], s
     known = {name: {each["name"] for each in kvcli(root, "methods")["methods"]} for name, root in checkouts.items()}
     rows = []
     for context in contexts:
-        rounds = [
-            {
-                name: profiled(root, [method for method in methods if method in known[name]], context, steps)
-                for name, root in checkouts.items()
-            }
-            for _ in range(repeats)
-        ]
+        rounds: list[dict[str, dict[str, tuple[float, float]]]] = []
+        for _ in range(repeats):
+            rounds.append({name: {} for name in checkouts})
+            for part in slices(len(methods), AT_ONCE):
+                for name, root in checkouts.items():
+                    told = [method for method in methods[part] if method in known[name]]
+                    rounds[-1][name] |= profiled(root, told, context, steps) if told else {}
         for method in methods:
             row: dict = {"context": context, "method": method}
             of = [name for name in checkouts if method in known[name]]

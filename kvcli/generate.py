@@ -163,7 +163,8 @@ class Generation:
         check(request, checkpoint, prompts, observer, loaded=loaded is not None, disk=disk)
         pipeline = choose_pipeline(request, checkpoint, timeline.enabled)
         kept = begin_to_keep(request, checkpoint, prompts, pipeline)
-        rehearse(request.profile, checkpoint, max(len(prompt.ids) for prompt in prompts), observer.notice)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        rehearse(request.profile, checkpoint, longest, observer.notice, request.lossless)
         if loaded is None:
             begin_to_pin(request, checkpoint, prompts, disk)
             loaded = checkpoint.load()

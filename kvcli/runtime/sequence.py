@@ -133,6 +133,6 @@ class RunningSequence:
             question=self.question,
             id=self.id,
             kv=self.kv,
-            budget=getattr(self.method.config, "budget", None),
+            **{name: getattr(self.method.config, name, None) for name in ("budget", "sink", "window")},
             drafts=self.drafts,
         )

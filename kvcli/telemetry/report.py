@@ -168,7 +168,8 @@ class Sequence:
     """One prompt's outcome. `finish_reason`: eos, stop, length, interrupted or error (then `error` says why).
 
     `question` is the prompt's question and `id` its name, if any; `kv` is the origin of the prompt's KV. `budget` is
-    the method's budget in tokens, resolved if it was a share of the prompt; None if it has no such setting. Questions
+    the method's budget in tokens, resolved if it was a share of the prompt, and `sink` and `window` are what it has of
+    these, which shrink with such a budget; each is None if the method has no such setting. Questions
     on one document are read together: the first one's `prefill_ms` covers all, that of the others is 0.
 
     `method` holds what only the method knows, see `Method.statistics`; `fidelity` says how close an audited run came to
@@ -193,6 +194,8 @@ class Sequence:
     id: str | None = None
     kv: KVOrigin = field(default_factory=KVOrigin)
     budget: int | None = None
+    sink: int | None = None
+    window: int | None = None
     drafts: DraftCounts | None = None
 
 

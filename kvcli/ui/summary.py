@@ -165,7 +165,9 @@ def heading(report: Report) -> str:
     if profile.get("name") not in (None, profile.get("method")):
         parts.append(f"profile {profile['name']}")
     settings = profile.get("settings", {})
-    parts += [f"{key} {_tokens(settings[key])}" for key in ("budget", "sink", "window") if key in settings]
+    shared = isinstance(settings.get("budget"), str)  # each prompt has its own sizes, see `sequence_rows`
+    sizes = ("budget",) if shared else ("budget", "sink", "window")
+    parts += [f"{key} {_tokens(settings[key])}" for key in sizes if key in settings]
     tau = settings.get("tau")
     parts += [f"tau {'by layer' if isinstance(tau, list) else f'{tau:g}'}"] if tau is not None else []
     return " · ".join(parts)
@@ -220,7 +222,10 @@ def sequence_rows(report: Report, sequence: Sequence) -> list[tuple[str, str]]:
     rows += fidelity_rows(sequence.fidelity)
     asked, budget = report.profile.get("settings", {}).get("budget"), sequence.budget
     if budget is not None and asked != budget:
-        rows.append(("budget", f"{budget:,} tokens, {asked} of the prompt"))
+        parts = [f"{budget:,} tokens, {asked} of the prompt"]
+        sizes = {"sink": sequence.sink, "window": sequence.window}
+        parts += [f"{name} {size:,}" for name, size in sizes.items() if size is not None]
+        rows.append(("budget", " · ".join(parts)))
     if budget is not None and not cache.pages_requested and sequence.prompt_tokens + sequence.output_tokens <= budget:
         rows.append(("selection", f"none: the context fits into the budget of {budget:,} tokens"))
     return rows

@@ -83,6 +83,18 @@ def test_statistics_say_when_the_context_fits_into_the_budget():
     )
 
 
+def test_a_budget_that_is_a_share_shows_the_sizes_of_each_prompt():
+    sequence = replace(retrieving_sequence(), budget=285, sink=16, window=64)
+    report = report_of(sequence)
+    report.profile["settings"] = {"budget": "10%", "sink": 512, "window": 512}
+    console = screen()
+    shown.print_statistics(report, [sequence.source], False, console)
+    text = "\n".join(lines(console))
+    assert "budget 10%" in text
+    assert "512" not in text
+    assert "285 tokens, 10% of the prompt · sink 16 · window 64" in text
+
+
 def test_statistics_show_what_only_the_method_knows():
     sequence = replace(dense_sequence(), method={"realised_budget": 0.123456, "kept_by_layer": [1, 2]})
     rows = statistics(sequence)

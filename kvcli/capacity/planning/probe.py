@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcli.capacity.memory import available
 from kvcli.capacity.roofline import synchronize, timed
-from kvcli.inputs.profiles import Profile
+from kvcli.inputs.profiles import Profile, verifying_profile
 from kvcli.kernels._numba import LEAST, kept_in
 from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.softmax import Softmax
@@ -143,10 +143,12 @@ def on_noise(
     batch: int = 1,
     form: WeightForm | None = None,
     notice: Callable[[str], None] = lambda _: None,
+    checked: bool = False,
 ) -> Iterator[tuple[Engine, list[RunningSequence], RandomKV]]:
     """Yield an engine of the model of `config` and `batch` sequences of `length` tokens of random KV, to be decoded.
 
-    Its random weights are in `dtype`, or made in a `form` or in one like it.
+    Its random weights are in `dtype`, or made in a `form` or in one like it. Sequences that are `checked` bring full
+    attention with the same KV, for lossless decoding.
     """
     form = None if form is None or form.widened else form.made
     geometry = geometry_of(config, dtype, form)
@@ -154,11 +156,20 @@ def on_noise(
     settle(module, dtype)
     model = Model(module, WordlessTokenizer(), geometry, device, dtype, "made up", "dummy")  # type: ignore[arg-type]
     with engine(model, [length + sampling.max_tokens, PROMPT], notice) as ready:
-        make = partial(get_method(profile.method), profile.settings, geometry.layers)  # nothing is known of the model
-        methods = [make(ready.context(length, sampling.max_tokens)) for _ in range(batch)]
+
+        def made(profile: Profile) -> list[AnyMethod]:
+            make = partial(get_method(profile.method), profile.settings, geometry.layers)  # the model is not known
+            return [make(ready.context(length, sampling.max_tokens)) for _ in range(batch)]
+
+        methods = made(profile)
+        references = made(verifying_profile(device.type)) if checked else []
         noise = RandomKV(0, device, dtype)
-        noise.fill(methods, geometry.layers, length)
-        yield ready, [ready.sequence(method, sampling, first_token=1) for method in methods], noise
+        noise.fill([*methods, *references], geometry.layers, length)
+        sequences = [
+            ready.sequence(method, sampling, first_token=1, reference=reference)
+            for method, reference in zip(methods, references or [None] * batch, strict=True)
+        ]
+        yield ready, sequences, noise
 
 
 def probe(
@@ -189,14 +200,21 @@ def probe(
 
 # What a rehearsal decodes, and the weights and KV that it takes unless a layer of every kind takes more.
 _REHEARSED_BYTES = 32 << 20
-_REHEARSED = Sampling(max_tokens=4, ignore_eos=True)
+_REHEARSED_TOKENS = 4
 
 
-def rehearse(profile: Profile, checkpoint: Checkpoint, context: int, notice: Callable[[str], None]) -> None:
-    """Compile the loops for sequences of `context` tokens, unless a run like it was rehearsed on this machine before.
+def rehearse(
+    profile: Profile,
+    checkpoint: Checkpoint,
+    context: int,
+    notice: Callable[[str], None],
+    lossless: int | None = None,
+) -> None:
+    """Compile the loops of a prompt and of its steps, unless a run like it was rehearsed on this machine before.
 
-    The note of that lies beside the loops. The run itself compiles what was not rehearsed: layers that do not fit into
-    the free memory, or that cannot be made without the rest of their model.
+    The prompt has `context` tokens; with `lossless`, full attention checks that many drafts in a pass. The note of a
+    rehearsal lies beside the loops. The run itself compiles what was not rehearsed: layers that do not fit into the
+    free memory, or that cannot be made without the rest of their model.
     """
     geometry, directory, form = checkpoint.geometry, kept_in(), checkpoint.geometry.form
     if checkpoint.device.type != "cpu" or checkpoint.placement is not None or directory is None:
@@ -210,17 +228,30 @@ def rehearse(profile: Profile, checkpoint: Checkpoint, context: int, notice: Cal
     if found is None:
         return
     config, length = found
-    made = config, checkpoint.dtype, checkpoint.device, length, _REHEARSED
-    run = environment(), config.to_json_string(), str(checkpoint.dtype), form and form.name, profile.hash
+    sampling = Sampling(max_tokens=_REHEARSED_TOKENS + (lossless or 0), ignore_eos=True)
+    made = config, checkpoint.dtype, checkpoint.device, length, sampling
+    run = environment(), config.to_json_string(), str(checkpoint.dtype), form and form.name, profile.hash, lossless
     like = json.dumps([*run, length.bit_length()])  # a loop serves from some number of tokens on
     note = directory / f"rehearsed-{hashlib.sha256(like.encode()).hexdigest()[:12]}"
     if note.exists():
         return
     with suppress(Exception):  # the run does not need this, and says itself what is wrong
-        with on_noise(profile, *made, form=form, notice=notice) as (ready, sequences, _):
-            for _ in ready.decode(sequences):
-                pass
+        drafts = [lossless] if lossless is None else _drafts_of(lossless)
+        checked = lossless is not None
+        with on_noise(profile, *made, len(drafts), form, notice, checked) as (ready, sequences, _):
+            ready.prefill_into([1] * PROMPT, _NoConsumer())
+            for sequence, count in zip(sequences, drafts, strict=True):
+                for _ in ready.decode([sequence], lossless=count):
+                    pass
         note.touch()
+
+
+def _drafts_of(most: int) -> list[int]:
+    """List numbers of drafts for whose passes there are loops: the last passes of a text check fewer than `most`.
+
+    A pass has a row for every draft and one for the token before them; loops serve powers of two rows.
+    """
+    return [most, *(rows - 1 for rows in (2**power for power in range(1, most.bit_length() + 1)) if rows - 1 < most)]
 
 
 def _settle_allocator(device: torch.device) -> None:

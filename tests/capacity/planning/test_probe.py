@@ -14,6 +14,7 @@ from kvcli.kernels import _numba
 from kvcli.methods import get_method, method_names
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.decode import BlockingStepper
+from kvcli.runtime.lossless import Verifier
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 
@@ -21,11 +22,19 @@ CONTEXT = 600
 
 
 @pytest.fixture
-def checkpoint(tmp_path):
-    directory = tmp_path / "model"
-    tiny_config("llama").save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
-    return open_checkpoint(ModelSpec(name=str(directory), device="cpu", dtype="float32", load_format="dummy"))
+def checkpoint_of(tmp_path):
+    def made(model):
+        directory = tmp_path / model
+        tiny_config(model).save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+        return open_checkpoint(ModelSpec(name=str(directory), device="cpu", dtype="float32", load_format="dummy"))
+
+    return made
+
+
+@pytest.fixture
+def checkpoint(checkpoint_of):
+    return checkpoint_of("llama")
 
 
 @pytest.fixture
@@ -79,10 +88,23 @@ def test_nothing_is_rehearsed_where_no_loop_serves_or_nothing_keeps_it(checkpoin
     assert not steps
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_drafts_that_full_attention_checks_are_rehearsed_apart(model, checkpoint_of, steps, monkeypatch, tmp_path):
+    passes, read = [], Verifier.read
+    monkeypatch.setattr(Verifier, "read", lambda self, tokens: passes.append(len(tokens)) or read(self, tokens))
+    checkpoint = checkpoint_of(model)
+    probe.rehearse(profile("quest"), checkpoint, CONTEXT, lambda _: None)
+    assert not passes
+    probe.rehearse(profile("quest"), checkpoint, CONTEXT, lambda _: None, lossless=3)
+    assert passes[0] == 4
+    assert {1, 2, 4} <= set(passes)
+    assert len([*tmp_path.glob("rehearsed-*")]) == 2
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["full", "freekv"])
-def test_no_step_of_the_first_run_waits_for_loops(method, tmp_path):
-    command = [sys.executable, "-m", "kvcli", "generate", "examples/needle-4k.txt", "--method", method, "--json"]
+@pytest.mark.parametrize("words", [["full"], ["freekv"], ["streaming", "--lossless", "4"]])
+def test_no_step_of_the_first_run_waits_for_loops(words, tmp_path):
+    command = [sys.executable, "-m", "kvcli", "generate", "examples/needle-4k.txt", "--json", "--method", *words]
     done = subprocess.run(
         [*command, "--max-tokens", "8"],
         env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"},
