@@ -32,8 +32,8 @@ HELP = """\
 /method NAME     answer with another method; reuses the KV if the method can
 /budget TOKENS   tokens attended per layer and KV head, as in 4K
 /set KEY=VALUE   change one setting of the method
-/temperature T   change how tokens are chosen; also /max-tokens N, /top-p P, /top-k K,
-                 /min-p P, /repetition-penalty R, /seed N, /stop TEXT
+/temperature T   change how tokens are chosen; also /max-tokens N, /top-p P,
+                 /top-k K, /min-p P, /repetition-penalty R, /seed N, /stop TEXT
 /system TEXT     change the system message; without TEXT remove it
 /stats           show the statistics of the last answer
 /save DIR        save the KV, for kvcli generate --kv DIR

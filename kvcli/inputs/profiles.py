@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -33,8 +33,8 @@ class Profile:
     """A method and all of its settings; `paper` names the source of the values.
 
     `provenance` records the model, the text and the curve of values that `kvcli calibrate` found. A profile that nobody
-    named is `unnamed`: a generation may take full attention instead (`kvcli.capacity.unnamed`). One that `scales` makes
-    sink and window smaller where the budget leaves no room for anything else, and says so in `notice`.
+    named is `unnamed`: a generation may take full attention instead (`kvcli.capacity.unnamed`). What it `scales` of
+    sink and window is made smaller where the budget leaves no room for anything else, and `notice` says so.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Profile:
     settings: MethodConfig
     provenance: dict[str, Any] = field(default_factory=dict)
     unnamed: bool = field(default=False, compare=False)
-    scales: bool = field(default=False, compare=False)
+    scales: Sequence[str] = field(default=(), compare=False)
     notice: str | None = field(default=None, compare=False)
 
     @property
@@ -105,8 +105,8 @@ def resolve_profile(
 
     `profile` is a name of `profile_names()` or a path that ends in .toml. Without it, the profile named after the
     method is taken, or the method's own defaults if there is none; without both, `DEFAULT_PROFILE`. An override that is
-    a string is read as a TOML value, a bare word as a string, and 4K as a count of tokens. Where neither sink nor
-    window is among the overrides, a small budget scales both.
+    a string is read as a TOML value, a bare word as a string, and 4K as a count of tokens. A small budget scales sink
+    and window, unless they are among the overrides.
 
     Raises:
         KvcliError: an unknown name, key or value, with the nearest known name; bad TOML, with line and column; a
@@ -122,7 +122,9 @@ def resolve_profile(
     settings = dict(found.settings)
     for key, value in (overrides or {}).items():
         settings[key] = _override(method_class.Config, key, value)
-    scales = not {"sink", "window"} & {*(overrides or {})}
+    scales = [
+        key for key in ("sink", "window") if key in method_class.Config.model_fields and key not in (overrides or {})
+    ]
     resolved, notice = _validate(method_class.Config, found.method, settings, scales=scales)
     return Profile(
         name,
@@ -237,14 +239,18 @@ def _counts_tokens(config: type[MethodConfig], key: str) -> bool:
 
 
 def _validate(
-    config: type[MethodConfig], method: str, settings: dict[str, Any], source: str | None = None, scales: bool = False
+    config: type[MethodConfig],
+    method: str,
+    settings: dict[str, Any],
+    source: str | None = None,
+    scales: Sequence[str] = (),
 ) -> tuple[MethodConfig, str | None]:
-    """Make a method's settings; return them, and a notice if sink and window are `_smaller` than they were."""
+    """Make a method's settings; return them, and a notice if what it `scales` is `_smaller` than it was."""
     try:
         return config(**settings), None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        if scales and not first["loc"] and (smaller := _smaller(config, settings)) is not None:
+        if scales and not first["loc"] and (smaller := _smaller(config, settings, scales)) is not None:
             return smaller
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
@@ -255,8 +261,10 @@ def _validate(
 _FEW = 16  # tokens
 
 
-def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[MethodConfig, str] | None:
-    """Scale sink, window and pages as the budget is to the method's own; None if that does not help either.
+def _smaller(
+    config: type[MethodConfig], settings: Mapping[str, Any], scales: Sequence[str]
+) -> tuple[MethodConfig, str] | None:
+    """Scale sizes and pages as the budget is to the method's own; None if that does not help either.
 
     Sink and window keep at least `_FEW` tokens in whole pages, but the smallest budgets have no sink. The sink keeps no
     more: few tokens attract attention for being first, and others take what pages could have had. A few large pages
@@ -266,9 +274,7 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
     usual = fields["budget"].default if "budget" in fields else None
     if not isinstance(budget, int) or isinstance(budget, Share) or not isinstance(usual, int) or budget >= usual:
         return None
-    before: dict[str, int] = {
-        key: settings.get(key, fields[key].default) for key in ("sink", "window") if key in fields
-    }
+    before: dict[str, int] = {key: settings.get(key, fields[key].default) for key in scales}
     page = settings.get("page_size", fields["page_size"].default if "page_size" in fields else 1)
     pages: dict[str, int] = {}
     if config.smallest_page is not None and "page_size" not in settings:
@@ -286,9 +292,13 @@ def _smaller(config: type[MethodConfig], settings: Mapping[str, Any]) -> tuple[M
             options = [f"--{key}" for key in after]
             if pages:
                 now, options = [*now, f"pages of {page} tokens"], [*options, "--page-size"]
-            room, using, by = (" and ".join([", ".join(each[:-1]), each[-1]]) for each in (was, now, options))
+            room, using, by = map(_listed, (was, now, options))
             return found, f"budget {budget:,} has no room for {room}: using {using}; to set them, use {by}"
     return None
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 class ProfileFile(BaseModel):

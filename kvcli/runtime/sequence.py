@@ -133,6 +133,8 @@ class RunningSequence:
             question=self.question,
             id=self.id,
             kv=self.kv,
-            **{name: getattr(self.method.config, name, None) for name in ("budget", "sink", "window")},
+            budget=getattr(self.method.config, "budget", None),
+            sink=getattr(self.method.config, "sink", None),
+            window=getattr(self.method.config, "window", None),
             drafts=self.drafts,
         )

@@ -43,6 +43,9 @@ def test_a_line_is_a_turn(warm, model, document):
     ):
         assert words in result.stderr
     assert "/retry           answer the last question again" in result.stderr
+    said = result.stderr.splitlines()
+    helped = said[said.index("/method NAME     answer with another method; reuses the KV if the method can") :]
+    assert max(map(len, helped[:14])) <= 80
     assert "Traceback" not in result.stderr
 
 

@@ -204,6 +204,17 @@ def test_a_page_that_is_given_keeps_its_size():
     assert "pages of" not in found.notice
 
 
+def test_a_size_that_is_given_stays_and_the_other_is_scaled():
+    found = resolve_profile("freekv", overrides={"budget": 256, "window": 64})
+    assert (found.settings.sink, found.settings.window, found.settings.page_size) == (16, 64, 8)
+    assert found.notice == (
+        "budget 256 has no room for sink 512: using sink 16 and pages of 8 tokens; to set them, use --sink and "
+        "--page-size"
+    )
+    share = resolve_profile("freekv", overrides={"budget": "10%", "sink": 32}).for_prompt(4000)
+    assert (share.settings.sink, share.settings.window) == (32, 96)
+
+
 def test_sizes_that_are_given_are_not_scaled():
     assert resolve_profile("freekv", overrides={"budget": 1056}).notice is None
     refused(method="freekv", overrides={"budget": 512, "sink": 512})

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def on_noise(
         noise.fill([*methods, *references], geometry.layers, length)
         sequences = [
             ready.sequence(method, sampling, first_token=1, reference=reference)
-            for method, reference in zip(methods, references or [None] * batch, strict=True)
+            for method, reference in zip_longest(methods, references)
         ]
         yield ready, sequences, noise
 

@@ -1,6 +1,6 @@
 """Plans as tables and notes; the console renders them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.capacity.planning.plan import LONGEST, CapacityPlan
@@ -29,7 +29,8 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
     for plan in {(plan.context, plan.batch): plan for plan in plans}.values():
         loads = "" if plan.load_seconds is None else f", loaded in {plan.load_seconds:,.3g} s"
         saved.append(f"{format_bytes(plan.disk)} for {plan.batch} x {plan.context:,} tokens{loads}")
-    rows += [("fits with", f"{_named(plan)}: {in_words(plan.fits_with)}") for plan in plans if plan.fits_with]
+    tight = [plan for plan in plans if plan.fits_with]
+    rows += [("fits with", said) for said in _said_once(tight, lambda plan: in_words(plan.fits_with))]
     rows.append(("saved KV", "; ".join(saved)))
     if (placement := plans[0].placement) is not None:
         parts = (f"{piece.label}, {format_bytes(piece.weights)} of weights" for piece in placement.pieces)
@@ -58,11 +59,15 @@ def _time_notes(plans: Sequence[CapacityPlan]) -> list[tuple[str, str]]:
     """Say on what the times of each row are based, once if that is the same for all."""
     if len({plan.time_basis for plan in plans}) == 1:
         return [("times", plans[0].time_basis)]
-    return [("times", f"{_named(plan)}: {plan.time_basis}") for plan in plans]
+    return [("times", said) for said in _said_once(plans, lambda plan: plan.time_basis)]
 
 
-def _named(plan: CapacityPlan) -> str:
-    return f"{plan.label} at {plan.context:,}, batch {plan.batch}"
+def _said_once(plans: Sequence[CapacityPlan], say: Callable[[CapacityPlan], str]) -> list[str]:
+    """Say something of every row, and of rows for which it is the same once."""
+    rows: dict[str, list[str]] = {}
+    for plan in plans:
+        rows.setdefault(say(plan), []).append(f"{plan.label} at {plan.context:,}, batch {plan.batch}")
+    return [f"{'; '.join(named)}: {said}" for said, named in rows.items()]
 
 
 def _overview(plans: Sequence[CapacityPlan]) -> Table:

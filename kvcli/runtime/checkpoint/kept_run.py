@@ -103,7 +103,7 @@ class Asked(BaseModel):
             offline=spec.offline,
             fingerprint=fingerprint(checkpoint),
             tokenizer=tokenizer_fingerprint(checkpoint.tokenizer),
-            profile=profile.as_dict() | {"scales": profile.scales},
+            profile=profile.as_dict() | {"scales": list(profile.scales)},
             sampling=asdict(sampling),
             pipeline=pipeline,
             prompts=[KeptPrompt.of(prompt) for prompt in prompts],
