@@ -78,7 +78,8 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "smollm2-wide": Plan("smollm2", [4096], [512, 256, 1024, 128], fed=128, stretches=1),
+    "smollm2-wide": Plan("smollm2", [4096], [512], fed=128, stretches=1),
+    "smollm2-budgets": Plan("smollm2", [4096], [256, 1024, 128], fed=128, stretches=1),
     "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=128, stretches=1),
     "smollm2-main": Plan("smollm2", [4096], [512, 256], fed=256, stretches=3, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
