@@ -104,7 +104,7 @@ def test_a_prompt_within_the_budget_is_kept(prompt):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"budget": 36, "window": 32}, {"budget": 60, "sink": 30, "window": 0}, {"future": 0}]
+    "wrong", [{"budget": 36, "sink": 4, "window": 32}, {"budget": 60, "sink": 30, "window": 0}, {"future": 0}]
 )
 def test_senseless_settings_are_refused(wrong):
     with pytest.raises(KvcliError):

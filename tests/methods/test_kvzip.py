@@ -154,7 +154,7 @@ def test_positions_that_would_be_others_are_refused():
         read(model_of("dynamic"), QUESTIONS[:1])
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 36, "window": 32}, {"chunk": 0}, {"sink": -1}])
+@pytest.mark.parametrize("wrong", [{"budget": 36, "sink": 4, "window": 32}, {"chunk": 0}, {"sink": -1}])
 def test_senseless_settings_are_refused(wrong):
     with pytest.raises(KvcliError):
         resolve_profile(method="kvzip", overrides=wrong)
