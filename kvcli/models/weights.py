@@ -122,10 +122,13 @@ LATENT_UP = "kv_b_proj"
 WIDER = "pip install 'kvcli[kernels]' lets a GPU use fp8 (compute capability 8.9) and mxfp4 as stored"
 """The hint for weights that are widened."""
 
-_WIDE = {"int4": (2, 4), "int8": (4, 4), "fp8": (10, 8)}
+_WIDE = {"int4": (2, 4), "int8": (4, 4), "fp8": (2, 4)}
 """Bytes that a weight needs during a product in 16 and in 32 bits, on a CPU that multiplies none in its own form
 (GPUs multiply int8).
 """
+
+_WIDENED = {"fp8": (10, 8)}
+"""Bytes that a weight needs there while it is made wide, before there is an output."""
 
 _SCALED = {"int8": (14, 12)}
 """Additional bytes that a number of a product needs there when whole numbers are scaled, after the weight is freed."""
@@ -177,12 +180,12 @@ class WeightForm:
         return ceil(rows * (row * self.bits + ceil(row / (self.block or row)) * self.scale_bits) / 8)
 
     def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
-        """Return the additional bytes of a product of `numbers` with a matrix of `weights`; by `ON_LOADING`."""
+        """Return the bytes of a product besides its output of `numbers`, for a matrix of `weights`; by `ON_LOADING`."""
         name = self.like or self.name
         if self.widened or name not in _WIDE or (name == "int8" and device.type == "cuda"):
             return 0
-        scaled = _SCALED.get(name, (0, 0))
-        return max(weights * _WIDE[name][itemsize == 4], numbers * scaled[itemsize == 4])
+        wide, widened, scaled = (each.get(name, (0, 0))[itemsize == 4] for each in (_WIDE, _WIDENED, _SCALED))
+        return max(weights * wide, weights * widened - numbers * itemsize, numbers * scaled)
 
     def held(self, model: PreTrainedModel) -> dict[str, int]:
         """Return the bytes of the quantised weights of a model on the meta device, by the parameters' names."""
