@@ -7,6 +7,7 @@ from kvcli.telemetry.report import (
     Cache,
     CorrectionCounts,
     HeadCounts,
+    KVOrigin,
     LayerCacheCounts,
     Memory,
     Report,
@@ -41,6 +42,7 @@ def retrieving_sequence(source: str = "notes.txt", steps: int = 9, sample: int =
             layers=[LayerCacheCounts(1, 11000, 10201, 799, 340, 12, 12 * MIB)],
         ),
         steps=[Step(i, 20.0 + i, 6, i % 3, 40, 2 * i, 2 * i * 4096, i * 1024) for i in range(steps)],
+        kv=KVOrigin(read_tokens=3912),
     )
 
 
@@ -48,7 +50,8 @@ def dense_sequence(source: str = "notes.txt", steps: int = 5) -> Sequence:
     """A sequence for which nothing was selected, corrected or moved."""
     timing = Timing.of(80.0, 90.0, [4.0] * steps)
     moves = [Step(i, 4.0, 0, 0, 0, 0, 0, 0) for i in range(steps)]
-    return Sequence(source, 0, "Words.", [1] * (steps + 1), "eos", 100, steps + 1, timing, steps=moves)
+    origin = KVOrigin(read_tokens=100)
+    return Sequence(source, 0, "Words.", [1] * (steps + 1), "eos", 100, steps + 1, timing, steps=moves, kv=origin)
 
 
 def report_of(*sequences: Sequence, method: str = "freekv") -> Report:

@@ -260,10 +260,9 @@ def _first_token(sequence: Sequence) -> str:
 
 
 def _prefill(sequence: Sequence) -> str:
-    """Format the time of reading a prompt, and its speed."""
-    kv, ms = sequence.kv, sequence.timing.prefill_ms
-    read = kv.read_tokens if kv.disk_tokens else sequence.prompt_tokens
-    return f"{duration(ms)} · {per_second(read, ms)}"
+    """Format the time of reading a prompt, and the speed for the tokens whose KV was not there yet."""
+    ms = sequence.timing.prefill_ms
+    return f"{duration(ms)} · {per_second(sequence.kv.read_tokens, ms)}"
 
 
 def memory_rows(report: Report) -> list[tuple[str, str]]:

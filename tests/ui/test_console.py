@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvcli.errors import KvcliError
-from kvcli.telemetry.report import Sequence
+from kvcli.telemetry.report import KVOrigin, Sequence
 from kvcli.ui import console as shown
 from kvcli.ui.console import EscapingConsole, _TimeLeft, rendered, table_of
 from kvcli.ui.escape import visible
@@ -70,6 +70,11 @@ def test_statistics_of_a_sequence_that_retrieved():
     assert "p50 24.0 ms" in text
     assert "p99 27.9 ms" in text
     assert "12.0 MiB on the host" in text
+
+
+def test_the_speed_of_a_prefill_counts_the_tokens_that_were_read():
+    turn = replace(retrieving_sequence(), kv=KVOrigin(read_tokens=31, shared_tokens=3881))
+    assert any(line.endswith("1.24 s · 25.0 tokens/s") for line in statistics(turn))
 
 
 def test_statistics_leave_out_what_does_not_apply():
