@@ -102,15 +102,22 @@ def settle_method(
 ) -> GenerationRequest:
     """Choose between full attention and retrieval if nobody named a method, and say so.
 
-    Retrieval stays where something is asked of it: a disk, drafts to check, an audit.
+    Retrieval stays where something is asked of it: a disk, drafts to check, an audit. Drafts that gain nothing are
+    named.
     """
     asked_of_it = request.disk or request.lossless or request.audit
     lengths = capacities(request, [prompt for prompt in prompts if prompt.error is None])
+    costs = request.profile, checkpoint, lengths, request.sampling.num_samples
+    if request.lossless and lengths and checkpoint.device.type == "cpu" and unnamed.is_cheap(*costs):
+        observer.notice(
+            f"--lossless saves no time here, because reading all of {max(lengths):,} tokens is cheap; --method full "
+            "writes the same text"
+        )
     if not request.profile.unnamed or asked_of_it or not lengths:
         return request
     everything = replace(request, profile=reference_profile())
     chosen, why = unnamed.choose(
-        *(request.profile, checkpoint, lengths, request.sampling.num_samples),
+        *costs,
         lambda: _check_memory(everything, checkpoint, prompts, loaded),
     )
     observer.notice(why)

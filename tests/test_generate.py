@@ -7,6 +7,7 @@ from families import FAMILIES, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvcli.capacity import unnamed
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
 from kvcli.inputs.profiles import resolve_profile
@@ -193,6 +194,18 @@ def test_context_past_the_models_positions_is_a_notice(tmp_path):
     watcher = Watcher()
     run(str(tmp_path), watcher, PROMPTS[:1])
     assert any("64 positions" in notice for notice in watcher.notices)
+
+
+def test_drafts_that_gain_nothing_are_a_notice(checkpoint, monkeypatch):
+    """Beyond four budgets they may gain something, if the KV is large beside the weights."""
+    monkeypatch.setattr(unnamed, "SHARE", 0.0)
+    profile = resolve_profile(method="freekv", overrides=SMALL)
+    told = []
+    for text in (PROMPTS[0], Prompt("long", 2 * TEXT)):
+        request, watcher = GenerationRequest(profile, [text], Sampling(max_tokens=4), lossless=2), Watcher()
+        generate(ModelSpec(checkpoint), request, watcher)
+        told.append(any("--lossless saves no time" in notice for notice in watcher.notices))
+    assert told == [True, False]
 
 
 def test_trace_is_chrome_trace_json(checkpoint, tmp_path):

@@ -1,4 +1,4 @@
-"""The method of a run that names none: full attention where reading everything is cheap, retrieval elsewhere."""
+"""Where reading everything is cheap: full attention there if no method is named, and no gain from drafts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kvcli.capacity.memory import kv_footprint
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.models.loading import Checkpoint
+from kvcli.sizes import Share
 
 BUDGETS = 4
 """Below so many budgets, choosing tokens takes about as long as reading them all (docs/results.md, Decode step)."""
@@ -22,19 +23,29 @@ def choose(
 
     `check` raises KvcliError (exit code 3) if full attention will not fit.
     """
-    full, longest, geometry = reference_profile(), max(capacities), checkpoint.geometry
-    budget = getattr(retrieval.settings, "budget", 0)
-    instead = f"no --method: using {retrieval.method}"
-    kv = sum(_bytes(full, checkpoint, tokens) for tokens in capacities) * samples
-    if longest > BUDGETS * budget and kv > SHARE * geometry.weight_bytes:
-        return retrieval, f"{instead}, which reads about {budget:,} of {longest:,} tokens per step"
+    longest, instead = max(capacities), f"no --method: using {retrieval.method}"
+    if not is_cheap(retrieval, checkpoint, capacities, samples):
+        return retrieval, f"{instead}, which reads about {_budget(retrieval, longest):,} of {longest:,} tokens per step"
     try:
         check()
     except KvcliError as error:
         if error.exit_code != ExitCode.WILL_NOT_FIT:
             raise
         return retrieval, f"{instead}, because full attention does not fit into memory"
-    return full, f"no --method: using full attention, because reading all of {longest:,} tokens is cheap"
+    return reference_profile(), f"no --method: using full attention, because reading all of {longest:,} tokens is cheap"
+
+
+def is_cheap(retrieval: Profile, checkpoint: Checkpoint, capacities: Sequence[int], samples: int) -> bool:
+    """Tell whether reading everything takes about as long as choosing, or as the weights."""
+    kv = sum(_bytes(reference_profile(), checkpoint, tokens) for tokens in capacities) * samples
+    longest = max(capacities)
+    return longest <= BUDGETS * _budget(retrieval, longest) or kv <= SHARE * checkpoint.geometry.weight_bytes
+
+
+def _budget(retrieval: Profile, longest: int) -> int:
+    """Return the budget for a sequence of `longest` tokens; 0 if there is none."""
+    budget: int = getattr(retrieval.settings, "budget", 0)
+    return budget.of(longest) if isinstance(budget, Share) else budget
 
 
 def _bytes(profile: Profile, checkpoint: Checkpoint, tokens: int) -> int:

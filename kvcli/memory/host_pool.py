@@ -28,7 +28,7 @@ from kvcli.kernels.quant import TOKENS, BlockFormat, channel_sizes
 from kvcli.kernels.recall import HostLayout
 from kvcli.memory.disk_blocks import DiskBlocks
 from kvcli.memory.pinned import host_memory, ready
-from kvcli.memory.state import Settled, raw
+from kvcli.memory.state import BRANCH, Settled, raw
 from kvcli.memory.tiers import Footprint, Tiers, nbytes
 from kvcli.sizes import slices
 
@@ -239,11 +239,16 @@ class HostPagePool:
                 parts.append(Settled(memory, 0, len(memory)))
         return parts
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostPagePool:
-        """Share what is written; allocate new memory, pinned like this pool's, for what comes."""
+    def __deepcopy__(self, memo: dict[Any, Any]) -> HostPagePool:
+        """Share what is written; allocate new memory, pinned like this pool's, for what comes.
+
+        Of two of which one goes on (`kvcli.memory.state.branched`), the copy writes to this pool's memory.
+        """
         self._borrow()
         other = copy.copy(self)
         other.sizes = copy.deepcopy(self.sizes, memo)
+        if BRANCH in memo:
+            return other
         if self.written:
             other._refer(self, self.written)
             other._borrow()

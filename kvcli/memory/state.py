@@ -14,17 +14,19 @@ Tensors that share memory share it afterwards. A fresh tensor of the same form i
 stays pinned; any other gets memory of the tier that it had.
 """
 
+import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type, frozenset, range)
 _CONSTANT += (torch.device, torch.dtype)  # type: ignore[assignment]
 
@@ -72,6 +74,49 @@ def capture(root: Any, written: Mapping[str, int] | None = None) -> State:
         TypeError: an object is held of which it is unknown whether it is state.
     """
     return _Capture(written or {}).state(root)
+
+
+BRANCH = "branch"
+"""The key in the memo of `copy.deepcopy` that says: of the copy and the original, only one goes on."""
+
+
+def branched(root: T, kept: dict[Any, Any]) -> T:
+    """Copy an object that the copy or the original continues, not both: tensors that settle entry by entry are shared.
+
+    One writes its new entries over those that the other added, which have no meaning by then. `kept` names by identity
+    what the copy has in place of an object, as the memo of `copy.deepcopy`.
+    """
+    memo = {BRANCH: True, **kept}
+    tensors, grows = list[Tensor](), dict[int, bool]()  # by address
+    for held in _held_by(root, set(kept)):
+        if isinstance(held, Tensor):
+            tensors.append(held)
+            continue
+        for what, _, stop, used in held.settled() if hasattr(held, "settled") else ():
+            if isinstance(what, Tensor):
+                address = what.untyped_storage().data_ptr()
+                grows[address] = grows.get(address, True) and used in (None, stop)
+    memo |= {id(each): each for each in tensors if grows.get(each.untyped_storage().data_ptr())}
+    return copy.deepcopy(root, memo)
+
+
+def _held_by(root: Any, passed: set[int]) -> Iterator[Any]:
+    """Find all tensors and objects that an object holds, except those of these identities and constants."""
+    left = [root]
+    while left:
+        value = left.pop()
+        if id(value) in passed or isinstance(value, _CONSTANT):
+            continue
+        passed.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple | deque):
+            left += value
+        elif hasattr(value, "__dict__") and not getattr(type(value), "stateless", False):
+            yield value
+            left += vars(value).values()
 
 
 class _Capture:

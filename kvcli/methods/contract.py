@@ -25,6 +25,7 @@ from kvcli.kv.pages import distinct
 from kvcli.kv.parking import Parking, Waits
 from kvcli.kv.recurrent import RecurrentState
 from kvcli.kv.sliding import SlidingCache, windowed_cache
+from kvcli.memory.state import branched
 from kvcli.memory.tiers import Footprint, Traffic
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.step import Phases, Remembered, StepPlan
@@ -462,13 +463,22 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         """Copy the whole state, except the observer, for another continuation; the prompt in host memory is shared."""
         return self._copy_for(replace(self.context, counters=counters, track=track, attention_observer=None))
 
+    def branch(self) -> Method[ConfigT, CacheT]:
+        """Copy the state for tokens that may be taken back: either the copy goes on or this object, never both.
+
+        So they share what only grows. What is small or changes at every step is copied.
+        """
+        return branched(self, self._kept_by_copies(self.context))
+
     def take_over(self, other: Method[ConfigT, CacheT]) -> None:
         """Become a copy of `other`, which has the same settings, is no larger, and has read this prompt's beginning."""
         vars(self).update(vars(other._copy_for(self.context)))
 
     def _copy_for(self, context: SequenceContext) -> Method[ConfigT, CacheT]:
-        shared = {id(rotary): rotary for rotary in context.rotary}
-        return copy.deepcopy(self, {id(self.context): context, **shared})
+        return copy.deepcopy(self, self._kept_by_copies(context))
+
+    def _kept_by_copies(self, context: SequenceContext) -> dict[int, Any]:
+        return {id(self.context): context, **{id(rotary): rotary for rotary in context.rotary}}
 
     def count(self, layer: int, count: Count, amount: int) -> None:
         """Add to a counter of the current step."""

@@ -6,7 +6,8 @@ the same model with a sparse cache to TriForce (arXiv 2404.11912). Here a draft 
 that the sequence's sampler draws: not only the distribution but the text of the seed is preserved.
 
 Both have read the prompt, each into a cache of its own. A method cannot go back, so a copy of it continues from each
-draft, and the copy that has seen only accepted tokens stays. Full attention just forgets its newest tokens.
+draft, and the copy that has seen only accepted tokens stays (`Method.branch`; copies share the KV that only grows).
+Full attention just forgets its newest tokens.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class LosslessStepper(Stepper):
         unseen = sequence.token_ids[sequence.method.caches[0].length - sequence.prompt_tokens :]
         while len(drafts) < wanted:
             if drafts:
-                methods.append(methods[-1].fork(sequence.counters, methods[-1].context.track))
+                methods.append(methods[-1].branch())
             for token in drafts[-1:] or unseen:
                 logits = self.drafting.run([methods[-1]], [token], [methods[-1].caches[0].length])[0]
             drafts.append(sampler(logits))

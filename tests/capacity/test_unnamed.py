@@ -32,6 +32,13 @@ def test_beneath_large_weights_a_long_context_is_cheap(checkpoint):
     assert chosen(large, 20_000, samples=2) == "retroinfer"
 
 
+def test_a_budget_that_is_a_share_grows_with_the_context(checkpoint):
+    share = resolve_profile(method="freekv", overrides={"budget": "10%"})
+    assert not unnamed.is_cheap(share, checkpoint, [20_000], 1)
+    half = resolve_profile(method="freekv", overrides={"budget": "50%"})
+    assert unnamed.is_cheap(half, checkpoint, [20_000], 1)
+
+
 def test_what_does_not_fit_is_retrieved(checkpoint):
     def full():
         raise KvcliError("too large", "", ExitCode.WILL_NOT_FIT)

@@ -250,6 +250,30 @@ def test_fork_continues_like_the_original(llama, name):
 
 
 @pytest.mark.parametrize("name", method_names())
+def test_a_branch_leaves_the_original_as_it_was(llama, name):
+    """Whichever of both goes on attends as if the other had never been."""
+    (sequence,) = run(llama, name, settings(name, SMALL), [prompt(7)], 2)
+    method, counters, last = sequence.method, sequence.method.context.counters, LAYERS - 1
+    heads = llama.config.num_key_value_heads
+
+    def news(seed, count):
+        torch.manual_seed(seed)
+        return [(torch.randn(HEADS, HEAD_DIM), *torch.randn(2, heads, HEAD_DIM)) for _ in range(count)]
+
+    def outputs(of, tokens):
+        return torch.stack([of.attend(last, *token, Softmax(0.25)).clone() for token in tokens])
+
+    rejected, accepted = news(1, 6), news(2, 8)  # each fills a page
+    wanted = outputs(method.fork(counters, "alone"), accepted)
+    drafts = method.branch()
+    held = drafts.footprint().device + drafts.footprint().host
+    assert held == method.footprint().device + method.footprint().host, "the footprint counts what is shared"
+    outputs(drafts, rejected)
+    assert torch.equal(outputs(method.branch(), accepted), wanted)  # one draft after another
+    assert torch.equal(outputs(method, accepted), wanted)
+
+
+@pytest.mark.parametrize("name", method_names())
 def test_a_sequence_goes_on_from_its_state_as_if_nothing_had_happened(name):
     ids, written, settled = prompt(9), {}, []
     with engine(in_memory(tiny_model("gemma2")), [PROMPT + STEPS]) as ready:

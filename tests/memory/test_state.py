@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcli.kv.cache import DenseCache, Tiers
-from kvcli.memory.state import Settled, capture
+from kvcli.memory.state import Settled, branched, capture
 from kvcli.runtime.checkpoint.restoring import Restoring
 
 TIERS = Tiers.for_device(torch.device("cpu"), torch.float32)
@@ -106,6 +106,35 @@ def test_what_has_settled_is_captured_once():
     give_back(fresh, first, second)
     assert fresh.length == 7
     assert torch.equal(fresh.kv[:, :, :7], held.kv[:, :, :7])
+
+
+def test_a_branch_shares_memory_of_which_it_only_adds_to():
+    held = {"cache": DenseCache(2, 4, 10, TIERS), "slots": torch.zeros(3)}
+    held["cache"].load(*torch.randn(2, 2, 6, 4))
+    mine = held["cache"].kv.clone()[:, :, :6]
+    branch = branched(held, {})
+    branch["cache"].append(*torch.randn(2, 2, 4))
+    branch["slots"].fill_(1)
+    assert branch["cache"].k.data_ptr() == held["cache"].k.data_ptr()
+    assert (held["cache"].length, branch["cache"].length) == (6, 7)
+    assert torch.equal(held["cache"].kv[:, :, :6], mine)
+    assert not held["slots"].any()
+
+
+def test_a_branch_copies_memory_that_changes_beyond_what_has_settled():
+    class Partly:
+        def __init__(self):
+            self.rows = torch.zeros(4, 2)
+            self.view = self.rows[1:]
+
+        def settled(self):
+            return [Settled(self.rows, 0, 1, 3)]
+
+    held = Partly()
+    branch = branched(held, {})
+    branch.view.fill_(1)
+    assert branch.rows[1:].all(), "views of one tensor stay views of one"
+    assert not held.rows.any()
 
 
 def test_what_could_be_state_and_cannot_be_kept_is_refused():
