@@ -85,8 +85,8 @@ def get_method(name: str) -> type[AnyMethod]:
     if name in (offered := _offered()):
         return _load(offered[name])
     near = get_close_matches(name, method_names(), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise KvcliError(f"unknown method {name!r}", f"{hint}methods: {', '.join(method_names())}", ExitCode.USAGE)
+    hint = f"did you mean {near[0]!r}? kvcli methods lists all" if near else f"methods: {', '.join(method_names())}"
+    raise KvcliError(f"unknown method {name!r}", hint, ExitCode.USAGE)
 
 
 def _offered() -> dict[str, EntryPoint]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from kvcli.errors import KvcliError, usage_error
 from kvcli.models.shapes import shape_names, shape_path
 
-WAY_OUT = "name a directory with config.json, *.safetensors and a tokenizer, or a model on the Hugging Face hub"
+WAY_OUT = (
+    "name a GGUF file, a directory with config.json, *.safetensors and a tokenizer, or a model on the Hugging Face hub"
+)
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _HUB_FILE = re.compile(r"\w[\w.-]*/\w[\w.-]*:\w[\w./-]*", re.ASCII)  # REPO:QUANTISATION, REPO:FILE.gguf
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
