@@ -210,16 +210,17 @@ def of_streaming(rows: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]])
 
 
 def tables(path: Path) -> str:
-    """Make two tables for each length.
+    """Make two tables for each length that was measured.
 
-    Methods by their KL as a part of that of `streaming`, at every budget; and at the first budget the KL of every
-    text, in thousandths of a nat, with standard errors, and the tokens attended to.
+    Methods by their KL as a part of that of `streaming`, at every budget; and at the plan's first budget the KL of
+    every text, in thousandths of a nat, with standard errors, and the tokens attended to.
     """
     found = json.loads(path.read_text())
     texts, lines = list(dict.fromkeys(row["text"] for row in found["rows"])), []
-    for length in found["plan"]["lengths"]:
+    for length in dict.fromkeys(row["length"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["length"] == length]
         budgets = sorted({row["budget"] for row in rows})
+        first = next(budget for budget in found["plan"]["budgets"] if budget in budgets)
         by = {
             (m, b): [r for r in rows if (r["method"], r["budget"]) == (m, b)] for m in methods_in(rows) for b in budgets
         }
@@ -230,7 +231,6 @@ def tables(path: Path) -> str:
         for m in order:
             cells = ["{:.3f} ×/÷ {:.2f}".format(*parts[m, b]) for b in budgets]
             lines.append(f"| `{m}` | " + " | ".join(cells) + " |")
-        first = found["plan"]["budgets"][0]
         lines += [f"\n{length:,} tokens, budget {first}: KL in thousandths of a nat, tokens attended to\n"]
         lines += ["| method | " + " | ".join([*texts, "attended"]) + " |", "| --- " * (len(texts) + 2) + "|"]
         for m in order:
