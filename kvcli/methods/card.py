@@ -49,7 +49,7 @@ NEEDS = {
     "A slow bus between host and device": "`shadowkv`",
     "KV fits the device, but a step should read less of it": "`quest`, `twilight`; `fier`, `loki`, `tokenselect`",
     "A prompt longer than the model was trained for": "`infllm`, `actqkv`, `q_llm`, `em_llm`",
-    "The smallest memory": "`kvzip`; for one question `cake`, `snapkv`, `pyramidkv`",
+    "The smallest memory": "`cake`, `snapkv`; for several questions `kvzip`",
     "A stream of which only the end matters": "`streaming`",
     "The exact reference": "`full`; `offload` where KV does not fit the device",
 }
