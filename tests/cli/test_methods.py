@@ -104,3 +104,4 @@ def test_an_unknown_method_comes_with_the_nearest(warm):
     result = warm("methods", "frekv")
     assert_refused(result, 2, "'frekv'")
     assert "did you mean 'freekv'?" in result.stderr
+    assert "magicpig" not in result.stderr, "the near name alone"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcli.kv.cache import DenseCache, Tiers
+from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.state import Settled, branched, capture
 from kvcli.runtime.checkpoint.restoring import Restoring
 
@@ -119,6 +120,16 @@ def test_a_branch_shares_memory_of_which_it_only_adds_to():
     assert (held["cache"].length, branch["cache"].length) == (6, 7)
     assert torch.equal(held["cache"].kv[:, :, :6], mine)
     assert not held["slots"].any()
+
+
+def test_branches_of_a_pool_write_to_the_same_memory():
+    """Copies of it would each allocate the rest, in one more piece than the pool that they were made from."""
+    held = HostPagePool(2, 4, 8, 6, TIERS)
+    held.write(0, *torch.randn(2, 2, 3, 8, 4))
+    branch = branched(branched(held, {}), {})
+    branch.write(3, *torch.randn(2, 2, 1, 8, 4))
+    assert [piece.data_ptr() for piece in branch.pieces] == [piece.data_ptr() for piece in held.pieces]
+    assert (held.written, branch.written) == (3, 4)
 
 
 def test_a_branch_copies_memory_that_changes_beyond_what_has_settled():

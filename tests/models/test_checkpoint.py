@@ -60,6 +60,7 @@ def test_a_missing_directory_is_never_taken_for_a_hub_id(name):
     error = failure(name)
     assert error.exit_code == ExitCode.USAGE
     assert error.what == f"no such directory: {name}"
+    assert "GGUF" in error.hint
     assert "config.json" in error.hint
 
 
