@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvcli.kernels._numba import compiled, prange, run, run_alone, serial, serves
+from kvcli.kernels._numba import compiled, inlined, prange, run, run_alone, serial, serves
 from kvcli.kernels._triton import (
     ALL_REGISTERS,
     jit,
@@ -258,31 +258,36 @@ def candidate_range(
 ASKED, HERE = 1, 2  # states of a token
 
 
+@inlined
+def resolve_row(resident: Any, selected: Any, n: int, empty: int, tokens: Any, slots: Any) -> int:
+    """Assign one head's missing tokens, below n, to its free slots; list both, and return how many are missing."""
+    known = np.zeros(n, np.uint8)
+    for i in range(len(selected)):
+        if selected[i] != empty:
+            known[selected[i]] = ASKED
+    free = 0
+    for slot in range(len(resident)):
+        token = resident[slot]
+        if token != empty and known[token] == ASKED:
+            known[token] = HERE
+        else:
+            resident[slot] = empty
+            if free < len(selected):
+                slots[free] = slot
+                free += 1
+    missing = 0
+    for i in range(len(selected)):
+        token = selected[i]
+        if token != empty and known[token] == ASKED:
+            tokens[missing] = resident[slots[missing]] = token
+            missing += 1
+    return missing
+
+
 @compiled
 def _resolve(resident: Any, selected: Any, n: int, empty: int, tokens: Any, slots: Any, out: Any) -> None:
-    heads, size = resident.shape
-    for h in prange(heads):
-        known = np.zeros(n, np.uint8)
-        for i in range(selected.shape[1]):
-            if selected[h, i] != empty:
-                known[selected[h, i]] = ASKED
-        free = 0
-        for slot in range(size):
-            token = resident[h, slot]
-            if token != empty and known[token] == ASKED:
-                known[token] = HERE
-            else:
-                resident[h, slot] = empty
-                if free < selected.shape[1]:
-                    slots[h, free] = slot
-                    free += 1
-        missing = 0
-        for i in range(selected.shape[1]):
-            token = selected[h, i]
-            if token != empty and known[token] == ASKED:
-                tokens[h, missing] = resident[h, slots[h, missing]] = token
-                missing += 1
-        out[h] = missing
+    for h in prange(len(resident)):
+        out[h] = resolve_row(resident[h], selected[h], n, empty, tokens[h], slots[h])
 
 
 @serial

@@ -251,15 +251,21 @@ def places_of(keys: Any, least: int, wanted: int, out: Any) -> None:
         j += LOT
 
 
+@inlined
+def keys_of(bits: Any, keys: Any) -> None:
+    """Turn the bits of fp32 scores into unsigned numbers of the same order; both zeros are equal."""
+    for i in range(len(bits)):
+        b = np.uint32(bits[i])
+        b = np.uint32(0) if b == np.uint32(0x80000000) else b
+        keys[i] = b ^ (np.uint32(0x80000000) | np.uint32(np.int32(b) >> np.int32(31)))
+
+
 @compiled
 def _select(bits: Any, k: int, names: Any, first: int, out: Any) -> None:
     heads, n = bits.shape
     for h in prange(heads):
-        keys, taken = np.empty(n, np.uint32), out[h]  # keys rise with the scores
-        for i in range(n):
-            b = np.uint32(bits[h, i])
-            b = np.uint32(0) if b == np.uint32(0x80000000) else b  # minus zero equals zero
-            keys[i] = b ^ (np.uint32(0x80000000) | np.uint32(np.int32(b) >> np.int32(31)))
+        keys, taken = np.empty(n, np.uint32), out[h]
+        keys_of(bits[h], keys)
         best, wanted = kth_best(keys, 32, k)
         places_of(keys, best, wanted, taken)
         for i in range(k):

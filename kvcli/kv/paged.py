@@ -202,12 +202,17 @@ class OffloadedPageCache(PagedCache, LayerCache):
             self.resident[misses.heads, misses.slots] = misses.pages
         if not len(misses.slots):
             return [0] * len(selected), 0
+        return misses.by_head(len(selected)), self.bring(misses, later)
+
+    def bring(self, misses: Misses, later: bool = False) -> int:
+        """Bring pages that `resident` names already, see `recall`; return the bytes moved."""
+        self._arrive()
         if later and isinstance(self.pool, DiskPagePool):
             self.pool.announce(misses.pages, misses.heads)
             self.coming = misses
         else:
-            self._bring(misses)
-        return misses.by_head(len(selected)), len(misses.slots) * self.pool.block_bytes
+            self._fetch(misses)
+        return len(misses.slots) * self.pool.block_bytes
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
@@ -259,7 +264,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         pages = torch.arange(first, first + self.budget.selected, device=self.resident.device)
         self.resident[:] = pages if self.pool.format is None else EMPTY
 
-    def _bring(self, misses: Misses) -> None:
+    def _fetch(self, misses: Misses) -> None:
         """Fetch pages into their slots."""
         self.pool.bring(misses.pages, misses.heads, self.kv, misses.slots + self.budget.sink)
 
@@ -267,7 +272,7 @@ class OffloadedPageCache(PagedCache, LayerCache):
         """Fetch what was recalled for later."""
         coming, self.coming = self.coming, None
         if coming is not None:
-            self._bring(coming)
+            self._fetch(coming)
 
     def _fill_slots(self, slot: int, tokens: slice, k: Tensor, v: Tensor) -> None:
         """Write `tokens` of k, v [Hk, s, d] to the rows from `slot` on."""

@@ -36,44 +36,55 @@ PIECE = 1 << 13  # numbers per thread at once, in whole rows
 
 
 @compiled
-def _scatter(blocks: Any, rows: Any, k: Any, v: Any, places: Any, at_once: int) -> None:
-    half = len(k[0])
-    for piece in prange((len(rows) + at_once - 1) // at_once):
-        for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
-            source, key, value = blocks[rows[i]], k[places[i]], v[places[i]]
-            for c in range(half):
+def _bring(blocks: Any, kv: Any, pages: Any, heads: Any, slots: Any, at_once: int) -> None:
+    half = kv.shape[3]
+    for piece in prange((len(pages) + at_once - 1) // at_once):
+        for i in range(piece * at_once, min(piece * at_once + at_once, len(pages))):
+            h, slot = heads[i], slots[i]
+            source, key, value = blocks[pages[i], h], kv[0, h, slot], kv[1, h, slot]
+            for c in range(half):  # two at once: a single copy would become a library call, slow for short rows
                 key[c] = source[c]
                 value[c] = source[half + c]
 
 
 @compiled
-def _scatter_whole(blocks: Any, rows: Any, into: Any, places: Any, at_once: int) -> None:
+def _scatter(blocks: Any, rows: Any, into: Any, places: Any, at_once: int) -> None:
     half = len(into[0]) // 2
     for piece in prange((len(rows) + at_once - 1) // at_once):
         for i in range(piece * at_once, min(piece * at_once + at_once, len(rows))):
             source, target = blocks[rows[i]], into[places[i]]
-            for c in range(half):  # two at once: a single copy would become a library call, slow for short rows
+            for c in range(half):
                 target[c] = source[c]
                 target[half + c] = source[half + c]
             if len(target) > 2 * half:
                 target[2 * half] = source[2 * half]
 
 
-def suits(blocks: Tensor, *targets: Tensor) -> bool:
-    """Return whether `scatter_cpu` can read these blocks and write to these targets."""
-    return serves(blocks, *targets) and all(each.is_contiguous() for each in (blocks, *targets))
+def suits(blocks: Tensor, target: Tensor) -> bool:
+    """Return whether loops can read these blocks and write to this target."""
+    return serves(blocks, target) and blocks.is_contiguous() and target.is_contiguous()
 
 
-def scatter_cpu(blocks: Tensor, rows: Tensor, k: Tensor, v: Tensor, places: Tensor) -> bool:
-    """Copy rows of blocks [n, w] directly to k and v [slots, p], which may be the same; False if no loop serves."""
-    if not suits(blocks, k, v):
+def bring_cpu(blocks: Tensor, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> bool:
+    """Copy block (pages[i], heads[i]) of [n, Hk, 2, p, d] to slot slots[i] of its head: kv [2, Hk, slots, p, d].
+
+    Returns False if no loop serves.
+    """
+    if not suits(blocks, kv):
         return False
-    at_once, numbers = max(1, PIECE // blocks.shape[1]), rows.shape[0] * blocks.shape[1]
-    rows, places = rows.contiguous(), places.contiguous()
-    if blocks.shape[1] > k.shape[1]:
-        run(_scatter, numbers, blocks, rows, k, v, places, at_once)
-    else:
-        run(_scatter_whole, numbers, blocks, rows, k, places, at_once)
+    width = blocks[0, 0].numel()
+    at = pages.contiguous(), heads.contiguous(), slots.contiguous()
+    run(_bring, len(pages) * width, blocks.flatten(2), kv.flatten(3), *at, max(1, PIECE // width))
+    return True
+
+
+def scatter_cpu(blocks: Tensor, rows: Tensor, into: Tensor, places: Tensor) -> bool:
+    """Copy rows of blocks [n, w] to rows of `into` [slots, w]; False if no loop serves."""
+    if not suits(blocks, into):
+        return False
+    width = blocks.shape[1]
+    at_once = max(1, PIECE // width)
+    run(_scatter, len(rows) * width, blocks, rows.contiguous(), into, places.contiguous(), at_once)
     return True
 
 
@@ -205,6 +216,9 @@ class HostPagePool:
 
     def bring(self, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring block (pages[i], heads[i]) for every i to slot slots[i] of its head: kv [t, Hk, slots, p, d]."""
+        plain = self.format is None and len(kv) == 2 and self._in_one_piece(kv)
+        if plain and bring_cpu(self.pieces[0], pages, heads, kv, slots):
+            return
         rows, targets = slots.add(heads, alpha=kv.shape[2]), kv.flatten(1, 2).transpose(0, 1)  # [Hk * slots, t, p, d]
         if not self._move_here(pages, heads, targets, rows):
             for part, blocks in self.fetch_parts(pages, heads):
@@ -212,10 +226,9 @@ class HostPagePool:
 
     def bring_pages(self, pages: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring whole pages [m] to `slots` [m] of kv [slots, Hk, t, p, d]."""
-        if self._in_one_piece(kv) and self.format is None and kv.is_contiguous():
-            held, whole = self.pieces[0].flatten(1), kv.flatten(1)  # all heads at once
-            if scatter_cpu(held, pages, whole, whole, slots):
-                return
+        plain = self.format is None and kv.is_contiguous() and self._in_one_piece(kv)
+        if plain and scatter_cpu(self.pieces[0].flatten(1), pages, kv.flatten(1), slots):  # all heads at once
+            return
         all_heads = torch.arange(kv.shape[1], device=kv.device)
         heads, rows = all_heads.repeat(len(pages)), (slots[:, None] * len(all_heads) + all_heads).flatten()
         pages, targets = pages.repeat_interleave(len(all_heads)), kv.flatten(0, 1)  # [slots * Hk, t, p, d]
@@ -283,8 +296,7 @@ class HostPagePool:
         held, numbers = self.pieces[0].flatten(0, 1), heads.add(pages, alpha=self.page_shape[0])
         if self.format is not None:
             return self.format.move(held, numbers, targets, rows, self.sizes, heads)
-        parts = [targets.flatten(1)] if targets.is_contiguous() else [part.flatten(1) for part in targets.unbind(1)]
-        return scatter_cpu(held.flatten(1), numbers, parts[0], parts[-1], rows)
+        return targets.is_contiguous() and scatter_cpu(held.flatten(1), numbers, targets.flatten(1), rows)
 
     def _in_one_piece(self, targets: Tensor) -> bool:
         """Whether all pages lie head by head in one piece of memory, and the targets are on the CPU."""

@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels import speculation
 from kvcli.kernels.append import NewToken, take_in_filled_page
 from kvcli.kernels.eviction import PageCounts, StampedPages, make_room, replace_page
 from kvcli.kernels.group_pooling import HeadPooling, Pooling, pool_queries, pool_scores
 from kvcli.kernels.near_best import NearTally, count_near_best, near_best
 from kvcli.kernels.page_scores import choose_pages, page_scores, page_scores_device
-from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout
+from kvcli.kernels.page_table import Misses, MissList, PagedKV, SlotLayout
 from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.recall import HostPages
@@ -763,10 +764,15 @@ class Phases(LayerStep):
 
     def _speculate(self, correction: Correction, q: Tensor) -> Tensor:
         """Attend to the last step's choice, corrected where the query turned; then fetch for the next step."""
-        kept = self.kept
+        kept, index, cache = self.kept, self.plan.index, self.cache
+        if isinstance(index, PageBounds) and index.pooling != "none" and self.plan.choose is None:
+            bounds = cache.summaries.of(self.candidates)  # an `OffloadedPageCache`
+            if speculation.suits(q, bounds, cache.resident, cache.kv.numel()):
+                return self._speculate_in_one_loop(correction, index, index.pooling, bounds, q)
         with self.span("correction"):
             corrected = self._corrected(correction, q)  # [Hk] bool
-            flags = corrected.tolist()
+        flags = corrected.tolist()
+        self._count_corrected(kept.query is None, flags)
         last, kept.picked = kept.picked, self._choose(q)
         selected = kept.picked.pages  # [Hk, k]
         kept.read = Read(corrected, selected, selected if last is None else last.pages)
@@ -779,16 +785,50 @@ class Phases(LayerStep):
         kept.query = q.clone()
         return out
 
+    def _speculate_in_one_loop(
+        self, correction: Correction, index: PageBounds, pooling: Pooling, bounds: Tensor, q: Tensor
+    ) -> Tensor:
+        """Speculate likewise on a CPU, where one loop corrects, scores, chooses and finds what is missing."""
+        kept, cache, below = self.kept, self.cache, correction.below[self.layer]
+        with self.span("select"):
+            turn, score = (q, kept.query, below, correction.pooling), (bounds, index.scale(self.softmax), pooling)
+            pages = cache.budget.count(cache.length)
+            found = speculation.speculate(*turn, *score, cache.resident, self.candidates.start, pages)
+        flags = found.corrected.tolist()
+        self._count_corrected(kept.query is None, flags)
+        before = found.selected if kept.picked is None else kept.picked.pages
+        kept.picked, kept.read = Picked(found.selected), Read(found.corrected, found.selected, before)
+        self.method.count_selected(self.layer, found.selected, cache.readers)
+        if any(flags):
+            self._bring(found.now, [count * flag for count, flag in zip(found.missing, flags, strict=True)])
+        with self.span("attention"):
+            out: Tensor = cache.attend(q, self.softmax)
+        if not all(flags):
+            own = [count * (not flag) for count, flag in zip(found.missing, flags, strict=True)]
+            self._bring(found.later, own, later=True)
+        kept.query = q.clone()
+        return out
+
+    def _bring(self, misses: Misses, by_head: list[int], later: bool = False) -> None:
+        """Bring what the page table names already."""
+        with self.span("recall"):
+            moved = self.cache.bring(misses, later) if len(misses.pages) else 0
+        self.method.count_recalled(self.layer, by_head, moved, hidden=later)
+
     def _corrected(self, correction: Correction, q: Tensor) -> Tensor:
         """Flag the KV heads that must not reuse the last choice: [Hk] bool; all of them at the first retrieval."""
         heads = len(self.cache.resident)
         if self.kept.query is None:
-            self.method.count(self.layer, Count.FIRST_RETRIEVALS, heads)
             return q.new_ones(heads).bool()
-        corrected = query_similarity(q, self.kept.query, heads, correction.pooling) < correction.below[self.layer]
-        self.method.count_heads(self.layer, Count.HEADS_CHECKED, [1] * heads)
-        self.method.count_heads(self.layer, Count.HEADS_CORRECTED, corrected.int().tolist())
-        return corrected
+        return query_similarity(q, self.kept.query, heads, correction.pooling) < correction.below[self.layer]
+
+    def _count_corrected(self, first: bool, corrected: list[bool]) -> None:
+        """Count the heads [Hk] that were checked and corrected, or that retrieve for the first time."""
+        if first:
+            self.method.count(self.layer, Count.FIRST_RETRIEVALS, len(corrected))
+            return
+        self.method.count_heads(self.layer, Count.HEADS_CHECKED, [1] * len(corrected))
+        self.method.count_heads(self.layer, Count.HEADS_CORRECTED, corrected)
 
     def _choose(self, q: Tensor) -> Picked:
         picked = (self.plan.choose or Best()).pick(self, q)

@@ -454,15 +454,24 @@ def test_scores_near_the_best_are_counted(heads, n, alpha):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize(("n", "d", "m"), [(1, 1, 1), (90, 7, 67), (300, 64, 200)])
-def test_rows_are_put_where_they_belong_and_nowhere_else(parts, n, d, m):
-    blocks, rows = noise(n, parts * d), noise(n, seed=1).argsort()[:m]
-    places, kv = noise(n, seed=2).argsort()[:m], torch.full((parts, n, d), math.nan)
-    expected = kv.clone()
-    expected[:, places] = blocks[rows].view(m, parts, d).transpose(0, 1)
-    assert host_pool.suits(blocks, kv)
-    host_pool.scatter_cpu(blocks, rows, kv[0], kv[-1], places)
+@pytest.mark.parametrize(("n", "width", "m"), [(1, 1, 1), (90, 7, 67), (300, 128, 200)])
+def test_rows_are_put_where_they_belong_and_nowhere_else(n, width, m):
+    blocks, rows = noise(n, width), noise(n, seed=1).argsort()[:m]
+    places, into = noise(n, seed=2).argsort()[:m], torch.full((n, width), math.nan)
+    expected = into.clone()
+    expected[places] = blocks[rows]
+    assert host_pool.scatter_cpu(blocks, rows, into, places)
+    torch.testing.assert_close(into, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("heads", "n", "size", "d", "m"), [(1, 1, 1, 1, 1), (3, 90, 1, 7, 67), (2, 40, 16, 64, 30)])
+def test_pages_are_brought_to_their_heads_slots_and_nowhere_else(heads, n, size, d, m):
+    blocks, kv = noise(n, heads, 2, size, d), torch.full((2, heads, n + 1, size, d), math.nan)
+    pages, of = noise(n, seed=1).argsort()[:m], torch.arange(m) % heads
+    slots, expected = noise(n + 1, seed=2).argsort()[:m], kv.clone()
+    for page, head, slot in zip(pages.tolist(), of.tolist(), slots.tolist(), strict=True):
+        expected[:, head, slot] = blocks[page, head]
+    assert host_pool.bring_cpu(blocks, pages, of, kv, slots)
     torch.testing.assert_close(kv, expected, atol=0, rtol=0, equal_nan=True)
 
 

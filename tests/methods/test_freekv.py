@@ -7,6 +7,8 @@ import torch
 from driver import HK, D, H, Stream
 
 from kvcli.errors import KvcliError
+from kvcli.kernels import _numba, speculation
+from kvcli.kernels.speculation import speculate
 from kvcli.kv.paged import EMPTY
 
 P, SINK, WINDOW, SELECTED = 4, 2, 2, 3  # in pages of 4 tokens
@@ -99,8 +101,22 @@ class Oracle:
         return out
 
 
+@pytest.fixture(params=[False, True], ids=["phase after phase", "in one loop"])
+def in_one_loop(request, monkeypatch):
+    """Whether correction, choice and page table are one loop, as for larger caches on a CPU."""
+    if request.param:
+        if _numba.numba is None:
+            pytest.skip("numba is not there")
+        monkeypatch.setattr(_numba, "LEAST", 1)
+    taken = []
+    monkeypatch.setattr(speculation, "speculate", lambda *given: taken.append(given) or speculate(*given))
+    yield
+    assert bool(taken) == request.param
+
+
 @pytest.mark.parametrize("prompt", [75, 27])  # retrieving from the first step; growing out of the budget
 @pytest.mark.parametrize("tau", [0.0, 0.8, 1.0])
+@pytest.mark.usefixtures("in_one_loop")
 def test_every_step_matches_the_oracle(prompt, tau):
     stream = Stream(prompt, steps=60, seed=prompt)
     oracle = Oracle(stream, tau)
