@@ -12,8 +12,8 @@ gains. All are run in turn, repeat after repeat; a ratio is taken within each re
 
     python benchmarks/cpu_decode.py
 
-All methods beside full attention and beside their floors, by `kvcli profile` with the same shape, and another commit's
-in turn, round after round:
+All methods beside full attention and beside their floors, by `kvcli profile` with the same shape; and beside another
+commit's, a few steps of each in turn:
 
     python benchmarks/cpu_decode.py --methods full,fier,shadowkv --against CHECKOUT
 """
@@ -23,6 +23,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,9 +35,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 from kvcli.bench.runs import TokenClock
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.layers import cache_argument
-from kvcli.sizes import slices
 
-AT_ONCE = 4  # methods that a checkout profiles before the other does: a machine's speed changes within minutes
+HERE = Path(__file__).parents[1]
+STEPS, TURNS = 8, 16  # of a process, while another waits
+REST = 0.2  # seconds before a turn, after which the other process's threads are asleep
 RUNS = {
     "full": Run(resolve_profile("full")),
     "turning": Run(FREEKV),
@@ -102,48 +104,68 @@ def kvcli(checkout: Path, *words: str) -> dict:
     return json.loads(done.stdout)
 
 
-def profiled(checkout: Path, methods: list[str], context: int, steps: int) -> dict[str, tuple[float, float]]:
-    """Run `kvcli profile` of a checkout: of every method its step and its floor, in milliseconds."""
+def profiled(methods: list[str], context: int, steps: int) -> dict[str, tuple[float, float]]:
+    """Run `kvcli profile`: of every method its step and its floor, in milliseconds."""
     words = ["profile", "-m", "small", "--load-format", "dummy", "--dtype", "float32", "--method", ",".join(methods)]
     words += ["--context", str(context), "--output-len", str(steps), "--repeat", "1", "--quiet"]
-    cases = kvcli(checkout, *words)["cases"]
+    cases = kvcli(HERE, *words)["cases"]
     return {case["label"]: (case["step_ms"]["median"], case["floor_ms"]) for case in cases}
 
 
+def in_turn(method: str, context: int, steps: int, turns: int, checkouts: list[Path]) -> list[list[float]]:
+    """Let a process of each checkout take `steps` steps in turn: the median step of every turn, in milliseconds.
+
+    A machine's speed changes within seconds, by more than what two commits differ by. So both processes stay, and the
+    turns follow each other, in one order and then in the other.
+    """
+    most = 1 + steps * (turns + 1)
+    command = [sys.executable, str(HERE / "benchmarks" / "random_weights.py"), method, str(context), str(most)]
+    processes = [
+        subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": str(root)}, cwd=root, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )
+        for root in checkouts
+    ]  # fmt: skip
+    taken: list[list[float]] = [[] for _ in checkouts]
+    for turn in range(turns + 1):  # the first one compiles
+        for own, process in list(zip(taken, processes, strict=True))[:: 1 if turn % 2 else -1]:
+            time.sleep(REST)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(steps, file=process.stdin, flush=True)
+            times = process.stdout.readline() or sys.exit(f"{method} ended early; see {' '.join(command)}")
+            own.append(statistics.median(json.loads(times)[WARMUP:]))
+    for process in processes:
+        process.kill()
+        process.wait()
+    return [own[1:] for own in taken]
+
+
 def all_methods(methods: list[str], against: Path | None, contexts: list[int], steps: int, repeats: int) -> list[dict]:
-    """Profile methods, in turn those of them that another checkout knows; ratios are taken within a round."""
-    checkouts = {"here": Path(__file__).parents[1]} | ({} if against is None else {"against": against.resolve()})
-    known = {name: {each["name"] for each in kvcli(root, "methods")["methods"]} for name, root in checkouts.items()}
+    """Profile methods, and compare those with another checkout's that it knows."""
+    known = set() if against is None else {each["name"] for each in kvcli(against, "methods")["methods"]}
     rows = []
     for context in contexts:
-        rounds: list[dict[str, dict[str, tuple[float, float]]]] = []
-        for _ in range(repeats):
-            rounds.append({name: {} for name in checkouts})
-            for part in slices(len(methods), AT_ONCE):
-                for name, root in checkouts.items():
-                    told = [method for method in methods[part] if method in known[name]]
-                    rounds[-1][name] |= profiled(root, told, context, steps) if told else {}
+        rounds = [profiled(methods, context, steps) for _ in range(repeats)]
         for method in methods:
+            taken = [found[method] for found in rounds]
             row: dict = {"context": context, "method": method}
-            of = [name for name in checkouts if method in known[name]]
-            for name in of:
-                taken = [found[name][method] for found in rounds]
-                row[name] = {
-                    "step_ms": spread([step for step, _ in taken]),
-                    "over_floor": spread([step / floor for step, floor in taken]),
-                    "over_full": spread([found[name][method][0] / found[name]["full"][0] for found in rounds]),
-                }
-            if "against" in of:
-                ratios = [found["against"][method][0] / found["here"][method][0] for found in rounds]
-                row["speedup"] = spread(ratios)
-            print(f"{context:>7,} {method:<18} " + ", ".join(_said(name, row[name]) for name in of), flush=True)
+            row["here"] = {
+                "step_ms": spread([step for step, _ in taken]),
+                "over_floor": spread([step / floor for step, floor in taken]),
+                "over_full": spread([found[method][0] / found["full"][0] for found in rounds]),
+            }
+            of = {key: each["median"] for key, each in row["here"].items()}
+            print(f"{context:>7,} {method:<18} {of['step_ms']:.1f} ms, {of['over_floor']:.1f}x the floor", end="")
+            print(f", {of['over_full']:.2f}x full", end="")
+            if against is not None and method in known:
+                now, before = in_turn(method, context, STEPS, TURNS, [HERE, against])
+                row["speedup"] = ratio = spread([b / n for n, b in zip(now, before, strict=True)])
+                print(f", {ratio['median']:.2f}x as fast as before ({ratio['min']:.2f} to {ratio['max']:.2f})", end="")
+            print(flush=True)
             rows.append(row)
     return rows
-
-
-def _said(name: str, row: dict) -> str:
-    of = {key: row[key]["median"] for key in ("step_ms", "over_floor", "over_full")}
-    return f"{name} {of['step_ms']:.1f} ms, {of['over_floor']:.1f}x the floor, {of['over_full']:.2f}x full"
 
 
 def commit_of(checkout: Path) -> str:
@@ -159,14 +181,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
     parser.add_argument("--methods", help="profile these, full among them, instead of freekv beside transformers")
     parser.add_argument(
-        "--against", type=Path, metavar="DIR", help="with --methods: another checkout, profiled in turn"
+        "--against", type=Path, metavar="DIR", help="with --methods: another checkout, whose steps are taken in turn"
     )
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write, by default the committed one")
     args = parser.parse_args()
     if args.methods is not None:
         if "full" not in args.methods.split(","):
             parser.error("--methods lacks full, which the others are held against")
-        rows = all_methods(args.methods.split(","), args.against, args.contexts, args.steps, args.repeats)
+        against = None if args.against is None else args.against.resolve()
+        rows = all_methods(args.methods.split(","), against, args.contexts, args.steps, args.repeats)
         before = None if args.against is None else commit_of(args.against)
         save(args.output or RESULTS / "cpu_methods.json", {"against": before, "rows": rows})
         return

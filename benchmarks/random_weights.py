@@ -1,5 +1,9 @@
 """Models with random weights and made-up KV, as several benchmarks run them on a CPU."""
 
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -12,6 +16,7 @@ from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import Model
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.counters import Counters
 
 CONFIG = LlamaConfig(
@@ -48,9 +53,15 @@ def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tuple(torch.randn(shape, generator=generator) for _ in range(2)) for _ in range(CONFIG.num_hidden_layers)]
 
 
-@torch.inference_mode()
 def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], Counters]:
     """Step times of kvcli's loop with a method, in milliseconds, and its counters."""
+    sequence = list(stepping(run, model, kv, context, steps))[-1]
+    return sequence.decode_ms[WARMUP:], sequence.counters
+
+
+@torch.inference_mode()
+def stepping(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> Iterator[RunningSequence]:
+    """Take a step of kvcli's loop with a method whenever the next item is asked for: the sequence."""
     sampling = Sampling(max_tokens=1 + steps + WARMUP, ignore_eos=True)
     with engine(model_of(model), [context + sampling.max_tokens]) as ready:
         method = ready.method(run.profile, ready.context(context, sampling.max_tokens))
@@ -60,5 +71,18 @@ def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps
         sampler = (lambda _: 1) if run.steady else None
         sequence = ready.sequence(method, sampling, sampler=sampler, first_token=1)
         for _ in ready.decode([sequence]):
-            pass
-    return sequence.decode_ms[WARMUP:], sequence.counters
+            yield sequence
+
+
+def step_when_asked(method: str, context: int, most: int) -> None:
+    """Take as many steps as each line of standard input says, and print their times as JSON."""
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(CONFIG).eval()
+    sequences = stepping(Run(resolve_profile(method)), module, made_up_kv(context), context, most)
+    for line in sys.stdin:
+        sequence = list(islice(sequences, int(line)))[-1]
+        print(json.dumps(sequence.decode_ms[-int(line) :]), flush=True)
+
+
+if __name__ == "__main__":
+    step_when_asked(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -36,6 +36,16 @@ def rate(row: dict[str, Any]) -> str:
     return f"{found['median']:.1f} ({found['min']:.1f} to {found['max']:.1f})"
 
 
+def figure(row: dict[str, Any], *way: str) -> str:
+    """Write a figure of a row, where it has that one."""
+    of: Any = row
+    for key in way:
+        of = of.get(key)
+        if of is None:
+            return ""
+    return said(of)
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table in Markdown."""
     print(f"\n{title}\n")
@@ -95,16 +105,11 @@ def main() -> None:
     found = {(row["method"], row["context"]): row for row in rows}
     columns = {
         "over floor": ("here", "over_floor"),
-        "before": ("against", "over_floor"),
         "over full": ("here", "over_full"),
+        "before over now": ("speedup",),
     }
     steps = [
-        [f"`{method}`"]
-        + [
-            said(row[whose][key]) if whose in (row := found[method, context]) else ""
-            for context in contexts
-            for whose, key in columns.values()
-        ]
+        [f"`{method}`", *(figure(found[method, context], *way) for context in contexts for way in columns.values())]
         for method in dict.fromkeys(row["method"] for row in rows)
     ]
     heads = [f"{context >> 10}K {name}" for context in contexts for name in columns]
