@@ -361,49 +361,56 @@ def _one_bit_kernel(
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
     num_tokens = num_groups * GROUP
     low, high, _ = candidate_range(lengths, b, num_tokens, sink, window, SIZE, TOGETHER)
-    byte, bit = tl.arange(0, BLOCK_Y), tl.arange(0, 8)
-    c = byte[:, None] * 8 + bit[None, :]  # [BLOCK_Y, 8]
-    at = ranges + b * ranges_batch + h * ranges_head + group.to(tl.int64) * 2 * D + c
-    scale = tl.load(at, mask=c < D, other=0.0).to(tl.float32)
-    zero = tl.load(at + D, mask=c < D, other=0.0).to(tl.float32)
-    source = codes + b * codes_batch + h * codes_head + group.to(tl.int64) * GROUP * BYTES
-    queries = q + b * q_batch + h * G * q_head + c
+    byte, bit, channel = tl.arange(0, BLOCK_Y), tl.arange(0, 8), tl.arange(0, 8 * BLOCK_Y)
+    ranges += b * ranges_batch + h * ranges_head + group.to(tl.int64) * 2 * D
+    codes += b * codes_batch + h * codes_head + group.to(tl.int64) * GROUP * BYTES
     row = tl.arange(0, BLOCK_G)
+    queries = q + b * q_batch + (h * G + row)[:, None] * q_head
     blocks_of = tl.cdiv(GROUP, BLOCK_R)
     for start in range(0, GROUP, BLOCK_R):
         i = start + tl.arange(0, BLOCK_R)
         token = group * GROUP + i
         candidate = (i < GROUP) & (token >= low) & (token < high)
-        packed = tl.load(
-            source + i[:, None] * BYTES + byte[None, :], mask=candidate[:, None] & (byte < BYTES)[None, :], other=0
-        ).to(tl.int32)
-        bits = (packed[:, :, None] >> bit[None, None, :]) & 1  # [BLOCK_R, BLOCK_Y, 8]
-        scores = tl.zeros([BLOCK_G, BLOCK_R], tl.float32)
-        pooled = tl.full([BLOCK_Y, 8], float("-inf") if HOW == "max" else 0.0, tl.float32)
-        for g in range(G):
-            query = tl.load(queries + g * q_head, mask=c < D, other=0.0).to(tl.float32)
+        scores, base = tl.zeros([BLOCK_G, BLOCK_R], tl.float32), tl.zeros([BLOCK_G], tl.float32)
+        for y in range(0, BYTES, BLOCK_Y):  # all channels at once would not fit into a warp's registers
+            c = 8 * y + channel
+            scale = tl.load(ranges + c, mask=c < D, other=0.0).to(tl.float32)
+            zero = tl.load(ranges + D + c, mask=c < D, other=0.0).to(tl.float32)
+            inside = (row < G)[:, None] & (c < D)[None, :]
+            query = tl.load(queries + c[None, :], mask=inside, other=0.0).to(tl.float32)
             if WHAT == "q":
-                pooled = tl.maximum(pooled, query) if HOW == "max" else pooled + query / G
-            else:
-                scores = tl.where((row == g)[:, None], _one_bit(query, bits, scale, zero)[None, :], scores)
-        if WHAT == "q":
-            scores = tl.where((row == 0)[:, None], _one_bit(pooled, bits, scale, zero)[None, :], scores)
+                if HOW == "max":
+                    pooled = tl.max(tl.where((row < G)[:, None], query, float("-inf")), axis=0)
+                else:
+                    pooled = tl.sum(query, axis=0) / G
+                query = tl.where((row == 0)[:, None], pooled[None, :], 0.0)
+            base += tl.sum(query * (zero - scale)[None, :], axis=1)
+            weights = 2.0 * query * scale[None, :]
+            # A bit is exact in tf32; a weight is split into two such numbers, which keep 22 of its 24 bits.
+            first = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            there = candidate[:, None] & (y + byte < BYTES)[None, :]
+            packed = tl.load(codes + i[:, None] * BYTES + y + byte[None, :], mask=there, other=0).to(tl.int32)
+            bits = tl.reshape((packed[:, :, None] >> bit[None, None, :]) & 1, [BLOCK_R, 8 * BLOCK_Y])
+            bits = tl.trans(bits.to(tl.float32))
+            scores = tl.dot(first, bits, scores, input_precision="tf32")
+            scores = tl.dot(weights - first, bits, scores, input_precision="tf32")
+        scores = factor * (scores + base[:, None])
         block = group * blocks_of + start // BLOCK_R
         here = tl.where(i < GROUP, token, num_tokens)
         num_blocks = num_groups * blocks_of
-        scores *= factor
         # fmt: off
         leave_scores(scores, candidate, pair, here, block, num_tokens, num_blocks, out, tops, totals,
                      G, HOW, WHAT, BLOCK_G)
         # fmt: on
 
 
-@jit
-def _one_bit(query: tl.tensor, bits: tl.tensor, scale: tl.tensor, zero: tl.tensor) -> tl.tensor:
-    """Score tokens: query, scale and zero [Y, 8], bits [N, Y, 8] -> [N]."""
-    base = tl.sum(tl.sum(query * (zero - scale), axis=1), axis=0)
-    picked = tl.where(bits == 1, (query * scale)[None, :, :], 0.0)
-    return 2.0 * tl.sum(tl.sum(picked, axis=2), axis=1) + base
+PASS = 8  # bytes of a token at once
+
+
+def _score_blocks(group: int, d: int) -> dict[str, int]:
+    """Choose the compile-time constants of scoring: at least 16 rows and channels, as matrix products need them."""
+    chosen = blocks(group, d)
+    return chosen | {"BLOCK_R": max(16, chosen["BLOCK_R"]), "BLOCK_Y": min(PASS, max(2, chosen["BLOCK_Y"]))}
 
 
 def one_bit_scores(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
@@ -442,7 +449,7 @@ def one_bit_scores_device(
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
     if not takes(q):
         return one_bit_scores_device_ref(q, codes, ranges, lengths, layout, scale, pooling, out, heads)
-    num_blocks = num_groups * -(-group // blocks(group, d)["BLOCK_R"])
+    num_blocks = num_groups * -(-group // _score_blocks(group, d)["BLOCK_R"])
     left = GroupScores((b, num_kv_heads, num_heads // num_kv_heads, num_groups * group), pooling, num_blocks, out)
     parts = left.values, left.tops, left.totals
     _score(q, codes, ranges, lengths, layout, scale, left.how, left.what, parts, heads)
@@ -479,6 +486,7 @@ def _score(
         TOGETHER=layout.group,
         HOW=how,
         WHAT=what,
-        BLOCK_G=power_of_two(num_heads // num_kv_heads),
-        **blocks(group, d),
+        BLOCK_G=max(16, power_of_two(num_heads // num_kv_heads)),
+        **_score_blocks(group, d),
+        warps=2 if what == "q" else 1,
     )
