@@ -29,7 +29,7 @@ from kvcli.telemetry.observer import Observer
 
 # The fields of a sequence's report that a line of results leaves out: the answer itself, and lists with an entry for
 # every step or layer.
-_LEFT_OUT = ("text", "token_ids", "steps", "source", "question", "id", "error")
+_LEFT_OUT = ("text", "thoughts", "answer", "token_ids", "steps", "source", "question", "id", "error")
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -72,7 +72,10 @@ class Writer:
 
 
 def _choice(index: int, sample: report.Sequence, chat: bool) -> dict[str, Any]:
-    text = {"message": {"role": "assistant", "content": sample.text}} if chat else {"text": sample.text}
+    text: dict[str, Any] = {"text": sample.text}
+    if chat:
+        message = {"role": "assistant", "content": sample.text if sample.answer is None else sample.answer}
+        text = {"message": message | ({} if sample.thoughts is None else {"reasoning_content": sample.thoughts})}
     return {"index": index, **text, "logprobs": None, "finish_reason": _FINISH[sample.finish_reason]}
 
 

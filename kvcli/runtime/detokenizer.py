@@ -1,5 +1,6 @@
 """Streaming text: turn tokens into pieces that never break a character or show the beginning of a stop string."""
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,6 +11,9 @@ from kvcli.memory.state import Settled
 _TEXT = "<|message|>"
 _MARKS = ("<|start|>", "<|channel|>", _TEXT)
 """Special tokens of the Harmony format: before a message's author, before its channel, before its text."""
+_ANALYSIS, _FINAL = "[analysis]", "final"
+_END = re.compile(r"\W/[\w:]*think\w*\W", re.IGNORECASE)
+"""The token after a model's thoughts: </think>, [/THINK] and the like."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,9 +27,12 @@ class StreamingDetokenizer:
 
     Models of the Harmony format (gpt-oss) answer in several messages: each begins with the name of its channel in
     brackets, on a line of its own.
+
+    Models that reason first put their thoughts between two tokens of their own, `<think>` and `</think>` or the like,
+    of which the first may stand in the prompt; or into channels before the final one. `thoughts` tells them apart.
     """
 
-    not_state: ClassVar[tuple[str, ...]] = ("tokenizer", "_skipped", "_marks")
+    not_state: ClassVar[tuple[str, ...]] = ("tokenizer", "_skipped", "_marks", "_begins", "_ends")
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
@@ -38,9 +45,30 @@ class StreamingDetokenizer:
         special = tokenizer.get_added_vocab()
         self._marks = {special[mark]: mark for mark in _MARKS} if special.keys() >= {*_MARKS} else {}
         self._header: list[int] | None = None  # the tokens of a message's header, until its text begins
+        self._ends = {token: mark for mark, token in special.items() if _END.fullmatch(mark)}
+        self._begins = {mark.replace("/", "") for mark in self._ends.values()}
+        self._thoughts: tuple[int, int] | None = None  # where thoughts end in the text, and where the answer begins
+
+    @property
+    def thoughts(self) -> tuple[str, str] | None:
+        """The thoughts and the answer; None for a text in which no thoughts end."""
+        if self._thoughts is None:
+            return None
+        end, begin = self._thoughts
+        thoughts = self.text[:end].strip()
+        for mark in self._begins:
+            thoughts = thoughts.removeprefix(mark).strip()
+        return thoughts.removeprefix(_ANALYSIS).strip(), self.text[begin:].strip()
 
     def push(self, token: int) -> str:
         """Add a token; return the piece of text that is now certain. Sets `stopped` at a stop string."""
+        before = len(self.text) + len(self._held)
+        piece = self._push(token)
+        if token in self._ends and self._thoughts is None:
+            self._thoughts = before, len(self.text) + len(self._held)
+        return piece
+
+    def _push(self, token: int) -> str:
         if token in self._marks:
             return self._pass_mark(self._marks[token])
         if self._skips(token):
@@ -82,8 +110,12 @@ class StreamingDetokenizer:
         before = self.finish()
         self._context = self._decoded
         channel, self._header = str(self.tokenizer.decode(self._header or [])).strip(), None
+        end = len(self.text)
         self._held = "\n\n" * bool(self.text) + f"[{channel}]\n" * bool(channel)
-        return before + self._release(len(self._held))
+        piece = before + self._release(len(self._held))
+        if channel == _FINAL and end:
+            self._thoughts = end, len(self.text)
+        return piece
 
     def _skips(self, token: int) -> bool:
         """Tell whether a token is left out as special: it is no neighbour of the text around it."""

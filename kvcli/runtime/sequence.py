@@ -114,6 +114,7 @@ class RunningSequence:
 
     def report(self) -> report.Sequence:
         """Make the entry of this sequence in the run's report."""
+        thoughts, answer = self.detokenizer.thoughts or (None, None)
         return report.Sequence(
             source=self.source,
             sample=self.sample,
@@ -137,4 +138,6 @@ class RunningSequence:
             sink=getattr(self.method.config, "sink", None),
             window=getattr(self.method.config, "window", None),
             drafts=self.drafts,
+            thoughts=thoughts,
+            answer=answer,
         )

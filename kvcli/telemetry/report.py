@@ -174,6 +174,8 @@ class Sequence:
 
     `method` holds what only the method knows, see `Method.statistics`; `fidelity` says how close an audited run came to
     full attention, see `kvcli.quality.fidelity`. `drafts` counts what full attention checked, None if it did not.
+    Where a model reasons before it answers, `text` has both parts, `thoughts` and `answer` one each; otherwise both are
+    None.
     """
 
     source: str
@@ -197,6 +199,8 @@ class Sequence:
     sink: int | None = None
     window: int | None = None
     drafts: DraftCounts | None = None
+    thoughts: str | None = None
+    answer: str | None = None
 
 
 @dataclass(frozen=True)

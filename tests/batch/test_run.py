@@ -23,6 +23,7 @@ from kvcli.inputs.options import KVOptions, Sampling, Template
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.loading import ModelSpec
 from kvcli.runtime.decode import BlockingStepper
+from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import Engine
 from kvcli.telemetry.observer import Observer
 
@@ -420,3 +421,11 @@ def test_a_disk_that_is_full_ends_the_run(batch, monkeypatch):
     with pytest.raises(KvcliError, match="no space"):
         batch(rows(4), prefill_share=0.1, max_inflight=2)
     assert threading.active_count() == before[0]
+
+
+def test_thoughts_are_no_content_of_an_answer(fresh, monkeypatch):
+    monkeypatch.setattr(StreamingDetokenizer, "thoughts", property(lambda _: ("hm", "yes")))
+    results, *_ = fresh(rows(1))
+    (choice,) = results["r0"]["response"]["body"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert not results["r0"]["kvcli"]["statistics"][0].keys() & {"thoughts", "answer", "text"}

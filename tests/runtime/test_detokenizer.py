@@ -121,6 +121,27 @@ def test_messages_of_an_answer_in_channels_are_told_apart():
     out, pieces = stream(tokenizer, f"{thought}<|channel|>final<|message|>the dog ate<|return|>", stop=("ate it",))
     assert out.text == "[analysis]\nthe quick fox\n\n[final]\nthe dog ate"
     assert "[final]" in "".join(pieces)
+    assert out.thoughts == ("the quick fox", "the dog ate")
     assert final_letter(out.text + ". The answer is B", "B") == 1
     without_marks, _ = stream(tiny_tokenizer(), "the quick fox")
     assert without_marks.text == "the quick fox"
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<s:think>", "</s:think>")]
+)
+@pytest.mark.parametrize("special", [False, True])  # special tokens have no text
+@pytest.mark.parametrize("opened", [False, True])  # by the template, at the end of the prompt
+def test_thoughts_and_answer_are_told_apart_by_the_tokenizers_own_marks(begin, end, special, opened):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(begin, special=special), AddedToken(end, special=special)], special_tokens=special)
+    out, _ = stream(tokenizer, f"{'' if opened else begin}the quick fox\n{end}\n\nthe dog", stop=("cat",))
+    assert out.thoughts == ("the quick fox", "the dog")
+    assert (end in out.text) != special
+    unfinished, _ = stream(tokenizer, f"{begin}the quick fox")
+    assert unfinished.thoughts is None
+
+
+def test_words_that_look_like_marks_divide_nothing(tokenizer):
+    out, _ = stream(tokenizer, "the </think> dog")
+    assert out.thoughts is None
