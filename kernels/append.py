@@ -265,12 +265,14 @@ def _write_quantised_kernel(
     SCALES: tl.constexpr,
     KEY_TOKENS: tl.constexpr,
     KEY_CHANNELS: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr,
     KEY_SCALES: tl.constexpr,
     BLOCK_K: tl.constexpr,  # noqa: ARG001 - used when reading
     BLOCK_R: tl.constexpr,
     BLOCK_KEY_W: tl.constexpr,
-    BLOCK_VALUE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_VALUE_W: tl.constexpr,  # noqa: ARG001 - the same
+    BLOCK_KEY_C: tl.constexpr,
+    BLOCK_VALUE_C: tl.constexpr,
 ) -> None:
     pair = tl.program_id(0)  # a KV head of a sequence
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
@@ -294,11 +296,13 @@ def _write_quantised_kernel(
             if sizes is not None:
                 own += pair.to(tl.int64) * KEY_W * (8 // KEY_BITS)
             _write_by_token(k + source, kv_row, block, scales, own,
-                            KEY_CHANNELS, KEY_BITS, SIZE, KEY_W, BLOCK_R, BLOCK_C)
+                            KEY_CHANNELS, KEY_BITS, SIZE, KEY_W, BLOCK_R, BLOCK_KEY_C)
         # fmt: on
         block += SIZE * KEY_W
         scales += 2 * KEY_SCALES
-    _write_by_token(v + source, kv_row, block, scales, None, VALUE_W, VALUE_BITS, SIZE, VALUE_W, BLOCK_R, BLOCK_VALUE_W)
+    _write_by_token(
+        v + source, kv_row, block, scales, None, VALUE_CHANNELS, VALUE_BITS, SIZE, VALUE_W, BLOCK_R, BLOCK_VALUE_C
+    )
 
 
 def write_quantised(rows: PagedKV, host: HostPages) -> None:
@@ -317,7 +321,8 @@ def write_quantised(rows: PagedKV, host: HostPages) -> None:
         *(host.addresses, rows.lengths, rows.k, rows.v, host.held_keys, host.sizes, *rows.k.stride()[:3]),
         *(host.per_piece, host.addresses.shape[1], layout.first, layout.ring, layout.low),
         HK=num_kv_heads,
-        BLOCK_C=power_of_two(form.key_groups.channels),
+        BLOCK_KEY_C=power_of_two(form.key_groups.channels),
+        BLOCK_VALUE_C=power_of_two(form.groups[-1].channels),
         **constants(form),
     )
     return None

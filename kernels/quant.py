@@ -261,8 +261,8 @@ BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}
 KEY_TOKENS = 32
 """Most tokens of a page that share the scale of a channel of their keys."""
 
-KEY_CHANNELS = 32
-"""Most channels of a single token's key that share a scale."""
+CHANNELS = 32
+"""Most channels of a token that share a scale, but for values in 8 bits, where more lose nothing."""
 
 LARGEST = 65504.0  # in fp16
 AT_ONCE = 1 << 18  # numbers that the host handles at once: they fit into its cache, and calls pay off
@@ -301,8 +301,7 @@ class BlockFormat(NamedTuple):
         """The numbers of keys that share a scale."""
         if self.size > 1:
             return Groups(min(self.size, KEY_TOKENS), 1)
-        width = self.widths[0]
-        return Groups(1, next(n for n in range(min(width, KEY_CHANNELS), 0, -1) if width % n == 0))
+        return Groups(1, self._channels(0))
 
     @property
     def sized(self) -> bool:
@@ -312,7 +311,8 @@ class BlockFormat(NamedTuple):
     @property
     def groups(self) -> list[Groups]:
         """The groups of each part; none spans both halves of a byte."""
-        return [self.key_groups, Groups(1, self.widths[-1])][-self.parts :]
+        values = Groups(1, self.d if self.bits[-1] == 8 else self._channels(-1))
+        return [self.key_groups, values][-self.parts :]
 
     @property
     def widths(self) -> list[int]:
@@ -434,6 +434,11 @@ class BlockFormat(NamedTuple):
             )
             for part, groups in enumerate(self.groups)
         ]
+
+    def _channels(self, part: int) -> int:
+        """Return how many channels of a token share a scale: as many as divide the codes of a token evenly."""
+        width = self.widths[part]
+        return next(n for n in range(min(width, CHANNELS), 0, -1) if width % n == 0)
 
     def _dequantise_by_parts(self, blocks: Tensor, out: Tensor) -> None:
         for part in range(self.parts):

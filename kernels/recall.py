@@ -193,6 +193,7 @@ def _read_rows(
     halves: tl.constexpr = 8 // BITS
     columns: tl.constexpr = halves * W // CHANNELS  # groups in a row of groups
     wide: tl.constexpr = [row.shape[0], W // CHANNELS, CHANNELS]
+    by_column: tl.constexpr = (TOKENS == 1) & (CHANNELS < W) & (W == BLOCK_W) & ((CHANNELS & (CHANNELS - 1)) == 0)
     c = tl.arange(0, BLOCK_W)
     inside = mine[:, None] & (c < W)[None, :]
     codes = tl.load(block + row[:, None] * W + c[None, :], mask=inside, other=0)
@@ -204,7 +205,7 @@ def _read_rows(
         elif CHANNELS == W:
             at = (row * columns + half)[:, None]
             there = mine[:, None]
-        elif ONE_GROUP:
+        elif not by_column:
             at = row[:, None] * columns + column[None, :]
             there = inside
         else:  # a scale is read once, not for each of its channels: many threads would ask the host for it
@@ -212,7 +213,7 @@ def _read_rows(
             there = mine[:, None]
         scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
         zero = tl.load(scales + SIZE // TOKENS * columns + at, mask=there, other=0.0).to(tl.float32)
-        if (TOKENS == 1) & (CHANNELS < W) & (not ONE_GROUP):
+        if by_column:
             scale = tl.reshape(tl.broadcast_to(scale[:, :, None], wide), [row.shape[0], W])
             zero = tl.reshape(tl.broadcast_to(zero[:, :, None], wide), [row.shape[0], W])
         code = codes if BITS == 8 else (codes >> (4 * half)) & 15
@@ -253,6 +254,7 @@ def _gather_quantised_kernel(
     SCALES: tl.constexpr,
     KEY_TOKENS: tl.constexpr,
     KEY_CHANNELS: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr,
     KEY_SCALES: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -287,7 +289,7 @@ def _gather_quantised_kernel(
                 row = start + tl.arange(0, BLOCK_R)
                 # fmt: off
                 _read_rows(block, scales, v + target, None, row, 0, row < SIZE, kv_row,
-                           1, VALUE_W, VALUE_BITS, SIZE, VALUE_W, BLOCK_VALUE_W, True)
+                           1, VALUE_CHANNELS, VALUE_BITS, SIZE, VALUE_W, BLOCK_VALUE_W, True)
                 # fmt: on
     else:
         r = tl.arange(0, BLOCK_R)
@@ -313,7 +315,7 @@ def _gather_quantised_kernel(
                 scales += 2 * KEY_SCALES
             # fmt: off
             _read_rows(block, scales, v + target, None, row, 0, mine, kv_row,
-                       1, VALUE_W, VALUE_BITS, SIZE, VALUE_W, BLOCK_VALUE_W, False)
+                       1, VALUE_CHANNELS, VALUE_BITS, SIZE, VALUE_W, BLOCK_VALUE_W, False)
             # fmt: on
 
 
@@ -325,7 +327,8 @@ def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs:
         return gather_quantised_ref(host, misses, rows)
     b, num_kv_heads, _, _ = rows.k.shape
     held = max(1, QUANTISED_ELEMENTS // power_of_two(max(form.widths)))
-    shapes = (form.widths[0], form.key_groups.channels) if form.sized else ()  # of what is reshaped
+    by_token = [(w, each.channels) for w, each in zip(form.widths, form.groups, strict=True) if each.tokens == 1]
+    shapes = [n for width, channels in by_token if channels < width for n in (width, channels)]  # of what is reshaped
     together = max(1, held // form.size) if all(n == power_of_two(n) for n in shapes) else 1
     if together == 1:
         programs = max(programs, programs * PROGRAM_TOKENS // form.size)
@@ -360,6 +363,7 @@ def constants(form: BlockFormat) -> dict[str, int]:
         "SCALES": form.scales_at,
         "KEY_TOKENS": keys.tokens,
         "KEY_CHANNELS": keys.channels,
+        "VALUE_CHANNELS": form.groups[-1].channels,
         "KEY_SCALES": form.scales[0],
         "BLOCK_K": min(key_rows, keys.tokens),
         "BLOCK_R": rows,
