@@ -255,18 +255,24 @@ def _write_quantised_kernel(
     ring: tl.tensor,
     low: tl.tensor,
     HK: tl.constexpr,
-    BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    W: tl.constexpr,
+    KEY_W: tl.constexpr,
+    VALUE_W: tl.constexpr,
     PARTS: tl.constexpr,
     BYTES: tl.constexpr,
+    SCALES: tl.constexpr,
     KEY_TOKENS: tl.constexpr,
     KEY_CHANNELS: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr,
     KEY_SCALES: tl.constexpr,
     BLOCK_K: tl.constexpr,  # noqa: ARG001 - used when reading
     BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_KEY_W: tl.constexpr,
+    BLOCK_VALUE_W: tl.constexpr,  # noqa: ARG001 - the same
+    BLOCK_KEY_C: tl.constexpr,
+    BLOCK_VALUE_C: tl.constexpr,
 ) -> None:
     pair = tl.program_id(0)  # a KV head of a sequence
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
@@ -277,20 +283,26 @@ def _write_quantised_kernel(
     address = tl.load(addresses + b * most_pieces + page // per_piece)
     block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)  # see `gather_pages`
     block += ((page % per_piece).to(tl.int64) * HK + h) * BYTES
-    scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
+    scales = (block + SCALES).to(tl.pointer_type(tl.float16))
     source = b * kv_batch + h * kv_head + slot_of(page, first, ring, low).to(tl.int64) * SIZE * kv_row
     if PARTS == 2:
+        # fmt: off
         if KEY_TOKENS > 1:
-            target = held + pair.to(tl.int64) * SIZE * W * (8 // BITS)
-            _write_by_channel(k + source, kv_row, block, scales, target, KEY_TOKENS, BITS, SIZE, W, BLOCK_W)
+            target = held + pair.to(tl.int64) * SIZE * KEY_W * (8 // KEY_BITS)
+            _write_by_channel(k + source, kv_row, block, scales, target,
+                              KEY_TOKENS, KEY_BITS, SIZE, KEY_W, BLOCK_KEY_W)
         else:
             own = sizes
             if sizes is not None:
-                own += pair.to(tl.int64) * W * (8 // BITS)
-            _write_by_token(k + source, kv_row, block, scales, own, KEY_CHANNELS, BITS, SIZE, W, BLOCK_R, BLOCK_C)
-        block += SIZE * W
+                own += pair.to(tl.int64) * KEY_W * (8 // KEY_BITS)
+            _write_by_token(k + source, kv_row, block, scales, own,
+                            KEY_CHANNELS, KEY_BITS, SIZE, KEY_W, BLOCK_R, BLOCK_KEY_C)
+        # fmt: on
+        block += SIZE * KEY_W
         scales += 2 * KEY_SCALES
-    _write_by_token(v + source, kv_row, block, scales, None, W, BITS, SIZE, W, BLOCK_R, BLOCK_W)
+    _write_by_token(
+        v + source, kv_row, block, scales, None, VALUE_CHANNELS, VALUE_BITS, SIZE, VALUE_W, BLOCK_R, BLOCK_VALUE_C
+    )
 
 
 def write_quantised(rows: PagedKV, host: HostPages) -> None:
@@ -309,7 +321,8 @@ def write_quantised(rows: PagedKV, host: HostPages) -> None:
         *(host.addresses, rows.lengths, rows.k, rows.v, host.held_keys, host.sizes, *rows.k.stride()[:3]),
         *(host.per_piece, host.addresses.shape[1], layout.first, layout.ring, layout.low),
         HK=num_kv_heads,
-        BLOCK_C=power_of_two(form.key_groups.channels),
+        BLOCK_KEY_C=power_of_two(form.key_groups.channels),
+        BLOCK_VALUE_C=power_of_two(form.groups[-1].channels),
         **constants(form),
     )
     return None

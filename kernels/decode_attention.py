@@ -45,10 +45,10 @@ QUANTISED_PIECE = 512  # tokens per thread at once, for any number of threads
 
 
 @cache
-def _quantised_loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
+def _quantised_loops(d: int, part: PartLayout) -> tuple[Any, Any]:
     """Make the loops over rows of d numbers; sizes known at compile time allow vectors of sixteen."""
-    mask, form = (1 << bits) - 1, part.of_token(d, bits)
-    columns = form[3]
+    form = part.of_token(d)
+    columns = form.columns
 
     @compiled
     def products_quantised_cpu(q: Any, blocks: Any, halves: Any, floats: Any, out: Any) -> None:
@@ -57,7 +57,7 @@ def _quantised_loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
             key, its = np.empty((1, d), np.float32), np.empty((2, columns), np.float32)
             for j in range(piece * QUANTISED_PIECE, min(n, (piece + 1) * QUANTISED_PIECE)):
                 for h in range(heads):
-                    read_token(blocks, halves, j * heads + h, floats, form, mask, its, key, 0)
+                    read_token(blocks, halves, j * heads + h, floats, form, its, key, 0)
                     for g in range(group):
                         total = np.float32(0)
                         for c in range(d):
@@ -76,7 +76,7 @@ def _quantised_loops(d: int, part: PartLayout, bits: int) -> tuple[Any, Any]:
                 values[some:] = 0
                 for h in range(heads):
                     for i in range(some):
-                        read_token(blocks, halves, (j + i) * heads + h, floats, form, mask, its, values, i)
+                        read_token(blocks, halves, (j + i) * heads + h, floats, form, its, values, i)
                     for g in range(group):
                         w0 = w[h, g, j]
                         w1 = w[h, g, j + 1] if some > 1 else np.float32(0)
@@ -138,7 +138,7 @@ def attend_quantised_cpu(
 def _quantised_loop(part: int, blocks: Tensor, form: BlockFormat) -> tuple[Any, tuple[Any, ...]]:
     """Choose the loop for keys (part 0) or values, with its arguments."""
     layout, rows = form.layouts[part], blocks.flatten(0, 1)
-    return _quantised_loops(form.d, layout, form.bits)[part], (rows, rows.view(torch.uint16), numbers_of_halves())
+    return _quantised_loops(form.d, layout)[part], (rows, rows.view(torch.uint16), numbers_of_halves())
 
 
 _NONE = np.float32("-inf")

@@ -44,16 +44,29 @@ LINE = 64  # bytes of a cache line
 
 
 class PartLayout(NamedTuple):
-    """The layout of a part of a block: its first byte of codes, first fp16 of scales, and the size of its groups."""
+    """The layout of a part of a block: first byte of codes, first fp16 of scales, size of groups, bits of a code."""
 
     codes: int
     scales: int
     tokens: int
     channels: int
+    bits: int
 
-    def of_token(self, d: int, bits: int) -> tuple[int, int, int, int, int]:
-        """Return the layout in a block of one token with rows of d numbers, with its numbers of groups and bytes."""
-        return self.codes, self.scales, self.channels, d // self.channels, d * bits // 8
+    def of_token(self, d: int) -> TokenLayout:
+        """Return the layout in a block of one token with rows of d numbers."""
+        columns, width = d // self.channels, d * self.bits // 8
+        return TokenLayout(self.codes, self.scales, self.channels, columns, width, (1 << self.bits) - 1)
+
+
+class TokenLayout(NamedTuple):
+    """The layout of a part of a block of one token, with its numbers of groups and bytes, and the mask of a code."""
+
+    codes: int
+    scales: int
+    channels: int
+    columns: int
+    width: int
+    mask: int
 
 
 @inlined
@@ -80,14 +93,12 @@ def _store(numbers: Any, as_bits: Any, target: Any) -> None:
 
 
 @inlined
-def read_token(
-    blocks: Any, halves: Any, row: int, floats: Any, part: Any, mask: Any, its: Any, out: Any, i: int
-) -> None:
+def read_token(blocks: Any, halves: Any, row: int, floats: Any, part: Any, its: Any, out: Any, i: int) -> None:
     """Write the numbers of a part of a token to row i of `out`; `its` [2, columns] is scratch for scales and zeros.
 
-    `part` is the result of `PartLayout.of_token`: sizes known at compile time allow vectors of sixteen.
+    `part` is its `TokenLayout`: sizes known at compile time allow vectors of sixteen.
     """
-    first, scales, channels, columns, width = part
+    first, scales, channels, columns, width, mask = part
     for column in range(columns):
         its[0, column] = floats[halves[row, scales + column]]
         its[1, column] = floats[halves[row, scales + columns + column]]
@@ -106,7 +117,6 @@ def _dequantise_rows(
     halves: Any,
     picked: Any,
     floats: Any,
-    bits: int,
     size: int,
     d: int,
     parts: Any,
@@ -118,7 +128,6 @@ def _dequantise_rows(
     places: Any,
     touched: Any,
 ) -> None:
-    width, mask = d * bits // 8, (1 << bits) - 1
     for piece in prange(len(touched)):
         scale, zero, numbers = np.empty(d, np.float32), np.empty(d, np.float32), np.empty(d, np.float32)
         as_bits = numbers.view(np.uint32)
@@ -127,8 +136,8 @@ def _dequantise_rows(
         for i in range(piece * at_once, last_block):
             block = picked[i]
             for part in range(len(parts)):
-                first, scales, tokens, channels = parts[part]
-                columns = d // channels
+                first, scales, tokens, channels, bits = parts[part]
+                width, mask, columns = d * bits // 8, (1 << bits) - 1, d // channels
                 zeros = scales + size // tokens * columns
                 for t in range(size):
                     codes = blocks[block, first + t * width :][:width]
@@ -162,10 +171,10 @@ def _dequantise_rows(
 
 
 @cache
-def _tokens(d: int, bits: int, keys: PartLayout, values: PartLayout) -> Any:
+def _tokens(d: int, keys: PartLayout, values: PartLayout) -> Any:
     """Make the loop over blocks of single tokens, whose sizes are known at compile time."""
-    mask, of_key, of_value = (1 << bits) - 1, keys.of_token(d, bits), values.of_token(d, bits)
-    columns = max(of_key[3], of_value[3])
+    of_key, of_value = keys.of_token(d), values.of_token(d)
+    columns = max(of_key.columns, of_value.columns)
 
     @compiled
     def loop(
@@ -187,8 +196,8 @@ def _tokens(d: int, bits: int, keys: PartLayout, values: PartLayout) -> Any:
             touched[piece] = _touch(blocks, picked[piece * TOKENS_AT_ONCE : last])
             for i in range(piece * TOKENS_AT_ONCE, last):
                 at = places[i] * strides[0]
-                read_token(blocks, halves, picked[i], floats, of_key, mask, its, numbers, 0)
-                read_token(blocks, halves, picked[i], floats, of_value, mask, its, numbers, 1)
+                read_token(blocks, halves, picked[i], floats, of_key, its, numbers, 0)
+                read_token(blocks, halves, picked[i], floats, of_value, its, numbers, 1)
                 for c in range(d):
                     numbers[0, np.uint64(c)] *= sizes[heads[i], np.uint64(c)]
                 _store(numbers[0], as_bits[0], out[at:][:d])
@@ -205,14 +214,13 @@ def suits(blocks: Tensor, out: Tensor) -> bool:
 
 def dequantise_cpu(
     blocks: Tensor,
-    bits: int,
     parts: Sequence[PartLayout],
     out: Tensor,
     sizes: Tensor | None = None,
     heads: Tensor | None = None,
     moves: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the numbers of blocks, `bits` each, to `out`; keys are multiplied by their `sizes`, if there are any.
+    """Write the numbers of blocks to `out`; keys are multiplied by their `sizes`, if there are any.
 
     `moves` are rows of blocks and the rows of `out` that they go to, [m] each; `heads` [m] then belong to these.
     """
@@ -222,7 +230,7 @@ def dequantise_cpu(
     written = target, np.array(out.stride()[:3]), places.contiguous()
     size, d = out.shape[2:]
     if sizes is not None and heads is not None and d % 16 == 0:
-        loop = _tokens(d, bits, *parts)
+        loop = _tokens(d, *parts)
         touched = torch.empty(-(-len(picked) // TOKENS_AT_ONCE))
         run(loop, len(picked) * out[0].numel(), *read, sizes, heads.contiguous(), *written, touched)
         return
@@ -230,7 +238,7 @@ def dequantise_cpu(
         sizes, heads = torch.empty(0, d), torch.empty(0, dtype=torch.int64)
     at_once = max(1, PIECE // out[0].numel())
     touched, sized = torch.empty(-(-len(picked) // at_once)), (sizes, heads.contiguous())
-    shape = bits, size, d, np.array(parts), at_once
+    shape = size, d, np.array(parts), at_once
     run(_dequantise_rows, len(picked) * out[0].numel(), *read, *shape, *sized, *written, touched)
 
 
@@ -244,14 +252,17 @@ def numbers_of_halves() -> Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).float()
 
 
-KVDtype = Literal["auto", "int8", "int4"]
-"""The format of KV in host memory; auto keeps it as the model computes it."""
+KVDtype = Literal["auto", "int8", "k8v4", "int4"]
+"""The format of KV in host memory, the largest first; auto keeps it as the model computes it."""
+
+BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}
+"""The bits of a number of a key and of a value."""
 
 KEY_TOKENS = 32
 """Most tokens of a page that share the scale of a channel of their keys."""
 
-KEY_CHANNELS = 32
-"""Most channels of a single token's key that share a scale."""
+CHANNELS = 32
+"""Most channels of a token that share a scale, but for values in 8 bits, where more lose nothing."""
 
 LARGEST = 65504.0  # in fp16
 AT_ONCE = 1 << 18  # numbers that the host handles at once: they fit into its cache, and calls pay off
@@ -266,24 +277,31 @@ class Groups(NamedTuple):
 
 
 class BlockFormat(NamedTuple):
-    """The format of quantised pages: `size` tokens, a power of two, of d channels, even; `parts` 2, or 1 (values)."""
+    """The format of quantised pages: `size` tokens, a power of two, of d channels, even.
 
-    bits: int
-    parts: int
+    `bits` are those of a number of each part, keys and values or values alone.
+    """
+
+    bits: tuple[int, ...]
     size: int
     d: int
 
     @classmethod
     def of(cls, held: KVDtype, parts: int, size: int, d: int) -> BlockFormat | None:
-        """Choose the format; None where KV is not quantised."""
-        return None if held == "auto" else cls({"int8": 8, "int4": 4}[held], parts, size, d)
+        """Choose the format of 2 parts, or of 1 (values); None where KV is not quantised."""
+        return None if held == "auto" else cls(BITS[held][-parts:], size, d)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self.bits)
 
     @property
     def key_groups(self) -> Groups:
         """The numbers of keys that share a scale."""
         if self.size > 1:
             return Groups(min(self.size, KEY_TOKENS), 1)
-        return Groups(1, next(n for n in range(min(self.width, KEY_CHANNELS), 0, -1) if self.width % n == 0))
+        return Groups(1, self._channels(0))
 
     @property
     def sized(self) -> bool:
@@ -293,12 +311,13 @@ class BlockFormat(NamedTuple):
     @property
     def groups(self) -> list[Groups]:
         """The groups of each part; none spans both halves of a byte."""
-        return [self.key_groups, Groups(1, self.width)][-self.parts :]
+        values = Groups(1, self.d if self.bits[-1] == 8 else self._channels(-1))
+        return [self.key_groups, values][-self.parts :]
 
     @property
-    def width(self) -> int:
-        """Bytes of codes per token."""
-        return self.d * self.bits // 8
+    def widths(self) -> list[int]:
+        """Bytes of codes per token in each part."""
+        return [self.d * bits // 8 for bits in self.bits]
 
     @property
     def scales(self) -> list[int]:
@@ -313,18 +332,23 @@ class BlockFormat(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of a block, rounded up to a multiple of 16."""
-        used = self.parts * self.size * self.width + 4 * sum(self.scales)
-        return -(-used // ALIGNMENT) * ALIGNMENT
+        return -(-(self.scales_at + 4 * sum(self.scales)) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def scales_at(self) -> int:
+        """First byte of scales, an even one: they follow the codes."""
+        codes = self.size * sum(self.widths)
+        return codes + codes % 2
 
     def codes_of(self, blocks: Tensor, part: int) -> Tensor:
         """View the codes of a part of blocks [.., bytes]: [.., p, width]."""
-        start = part * self.size * self.width
-        return blocks[..., start : start + self.size * self.width].unflatten(-1, (self.size, self.width))  # type: ignore[no-untyped-call, no-any-return]
+        start, width = self.size * sum(self.widths[:part]), self.widths[part]
+        return blocks[..., start : start + self.size * width].unflatten(-1, (self.size, width))  # type: ignore[no-untyped-call, no-any-return]
 
     def scales_of(self, blocks: Tensor, part: int) -> tuple[Tensor, Tensor]:
         """View s and z of a part of blocks [.., bytes]: [.., p / tokens, 1, d / channels, 1] fp16 each."""
         (tokens, channels), count = self.groups[part], self.scales[part]
-        start = self.parts * self.size * self.width + 4 * sum(self.scales[:part])
+        start = self.scales_at + 4 * sum(self.scales[:part])
         both = blocks[..., start : start + 4 * count].view(torch.float16)
         shape = (self.size // tokens, 1, self.d // channels, 1)
         return both[..., :count].unflatten(-1, shape), both[..., count:].unflatten(-1, shape)  # type: ignore[no-untyped-call]
@@ -336,7 +360,7 @@ class BlockFormat(NamedTuple):
 
     def codes(self, x: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the codes of pages x [.., p, d], by groups in fp32, and their s and z, fp16."""
-        most, grouped = (1 << self.bits) - 1, self.grouped(x.float(), part)
+        most, grouped = (1 << self.bits[part]) - 1, self.grouped(x.float(), part)
         low, high = (bound(grouped, (-3, -1), keepdim=True) for bound in (torch.amin, torch.amax))
         zero = low.clamp(-LARGEST, LARGEST).half()
         scale = ((high.clamp(-LARGEST, LARGEST) - zero.float()) / most).half()
@@ -357,7 +381,7 @@ class BlockFormat(NamedTuple):
             for target, found in zip(self.scales_of(out, part), scales, strict=True):
                 target.copy_(found)
             codes = codes.flatten(-2).flatten(-3, -2).to(torch.uint8)  # [.., p, d]
-            if self.bits == 4:
+            if self.bits[part] == 4:
                 low_half, high_half = codes.chunk(2, -1)
                 codes = low_half | high_half << 4
             self.codes_of(out, part).copy_(codes)
@@ -370,7 +394,7 @@ class BlockFormat(NamedTuple):
         if sizes is not None and heads is None:
             heads = torch.arange(len(blocks), device=blocks.device) % len(sizes)
         if suits(blocks, out):
-            dequantise_cpu(blocks, self.bits, self.layouts, out, sizes, heads)
+            dequantise_cpu(blocks, self.layouts, out, sizes, heads)
             return
         at_once = self.at_once if blocks.device.type == "cpu" else max(1, len(blocks))
         of_heads = repeat(None) if heads is None else torch.split(heads, at_once)
@@ -378,7 +402,7 @@ class BlockFormat(NamedTuple):
         for some, target, own in parts:
             numbers = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
             if suits(some, numbers):
-                dequantise_cpu(some, self.bits, self.layouts, numbers, sizes, own)
+                dequantise_cpu(some, self.layouts, numbers, sizes, own)
             else:
                 self._dequantise_by_parts(some, numbers)
                 if sizes is not None:
@@ -395,22 +419,31 @@ class BlockFormat(NamedTuple):
         """
         if not suits(blocks, out):
             return False
-        dequantise_cpu(blocks, self.bits, self.layouts, out, sizes, heads, (picked, places))
+        dequantise_cpu(blocks, self.layouts, out, sizes, heads, (picked, places))
         return True
 
     @property
     def layouts(self) -> list[PartLayout]:
         """The layouts of the parts of a block."""
-        codes = self.parts * self.size * self.width
         return [
-            PartLayout(part * self.size * self.width, codes // 2 + 2 * sum(self.scales[:part]), *groups)
+            PartLayout(
+                self.size * sum(self.widths[:part]),
+                self.scales_at // 2 + 2 * sum(self.scales[:part]),
+                *groups,
+                self.bits[part],
+            )
             for part, groups in enumerate(self.groups)
         ]
+
+    def _channels(self, part: int) -> int:
+        """Return how many channels of a token share a scale: as many as divide the codes of a token evenly."""
+        width = self.widths[part]
+        return next(n for n in range(min(width, CHANNELS), 0, -1) if width % n == 0)
 
     def _dequantise_by_parts(self, blocks: Tensor, out: Tensor) -> None:
         for part in range(self.parts):
             numbers, codes = out[:, part], self.codes_of(blocks, part)
-            if self.bits == 8:
+            if self.bits[part] == 8:
                 numbers.copy_(codes)
             else:
                 low_half, high_half = numbers.chunk(2, -1)

@@ -193,6 +193,7 @@ def _read_rows(
     halves: tl.constexpr = 8 // BITS
     columns: tl.constexpr = halves * W // CHANNELS  # groups in a row of groups
     wide: tl.constexpr = [row.shape[0], W // CHANNELS, CHANNELS]
+    by_column: tl.constexpr = (TOKENS == 1) & (CHANNELS < W) & (W == BLOCK_W) & ((CHANNELS & (CHANNELS - 1)) == 0)
     c = tl.arange(0, BLOCK_W)
     inside = mine[:, None] & (c < W)[None, :]
     codes = tl.load(block + row[:, None] * W + c[None, :], mask=inside, other=0)
@@ -204,7 +205,7 @@ def _read_rows(
         elif CHANNELS == W:
             at = (row * columns + half)[:, None]
             there = mine[:, None]
-        elif ONE_GROUP:
+        elif not by_column:
             at = row[:, None] * columns + column[None, :]
             there = inside
         else:  # a scale is read once, not for each of its channels: many threads would ask the host for it
@@ -212,7 +213,7 @@ def _read_rows(
             there = mine[:, None]
         scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
         zero = tl.load(scales + SIZE // TOKENS * columns + at, mask=there, other=0.0).to(tl.float32)
-        if (TOKENS == 1) & (CHANNELS < W) & (not ONE_GROUP):
+        if by_column:
             scale = tl.reshape(tl.broadcast_to(scale[:, :, None], wide), [row.shape[0], W])
             zero = tl.reshape(tl.broadcast_to(zero[:, :, None], wide), [row.shape[0], W])
         code = codes if BITS == 8 else (codes >> (4 * half)) & 15
@@ -243,19 +244,24 @@ def _gather_quantised_kernel(
     HK: tl.constexpr,
     PAIRS: tl.constexpr,
     K: tl.constexpr,
-    BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    W: tl.constexpr,
+    KEY_W: tl.constexpr,
+    VALUE_W: tl.constexpr,
     PARTS: tl.constexpr,
     BYTES: tl.constexpr,
+    SCALES: tl.constexpr,
     KEY_TOKENS: tl.constexpr,
     KEY_CHANNELS: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr,
     KEY_SCALES: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_KEY_W: tl.constexpr,
+    BLOCK_VALUE_W: tl.constexpr,
 ) -> None:
     """Bring a page at a time, or so many small ones TOGETHER that every thread has 16 bytes to read."""
     counts, ends, total = misses_of_heads(count, PAIRS, BLOCK_P)
@@ -265,25 +271,26 @@ def _gather_quantised_kernel(
             address = tl.load(addresses + b * most_pieces + page // per_piece)
             block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)  # see `gather_pages`
             block += ((page % per_piece).to(tl.int64) * HK + h) * BYTES
-            scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
+            scales = (block + SCALES).to(tl.pointer_type(tl.float16))
             target = b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row
             if PARTS == 2:
                 own = sizes
                 if sizes is not None:
-                    own += (b * HK + h) * W * (8 // BITS)
+                    own += (b * HK + h) * KEY_W * (8 // KEY_BITS)
                 for start in range(0, SIZE, BLOCK_K):
                     # fmt: off
                     row = start + tl.arange(0, BLOCK_K)
                     _read_rows(block, scales, k + target, own, row, start // KEY_TOKENS, row < SIZE, kv_row,
-                               KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_W, True)
+                               KEY_TOKENS, KEY_CHANNELS, KEY_BITS, SIZE, KEY_W, BLOCK_KEY_W, True)
                     # fmt: on
-                block += SIZE * W
+                block += SIZE * KEY_W
                 scales += 2 * KEY_SCALES
             for start in range(0, SIZE, BLOCK_R):
                 row = start + tl.arange(0, BLOCK_R)
-                _read_rows(
-                    block, scales, v + target, None, row, 0, row < SIZE, kv_row, 1, W, BITS, SIZE, W, BLOCK_W, True
-                )
+                # fmt: off
+                _read_rows(block, scales, v + target, None, row, 0, row < SIZE, kv_row,
+                           1, VALUE_CHANNELS, VALUE_BITS, SIZE, VALUE_W, BLOCK_VALUE_W, True)
+                # fmt: on
     else:
         r = tl.arange(0, BLOCK_R)
         row = r % SIZE
@@ -294,19 +301,22 @@ def _gather_quantised_kernel(
             address = tl.load(addresses + b * most_pieces + page // per_piece, mask=mine, other=0)
             block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
             block = (block + ((page % per_piece).to(tl.int64) * HK + h) * BYTES)[:, None]
-            scales = (block + PARTS * SIZE * W).to(tl.pointer_type(tl.float16))
+            scales = (block + SCALES).to(tl.pointer_type(tl.float16))
             target = (b * kv_batch + h * kv_head + (sink + slot).to(tl.int64) * SIZE * kv_row)[:, None]
             if PARTS == 2:
                 own = sizes
                 if sizes is not None:
-                    own += ((b * HK + h) * W * (8 // BITS))[:, None]
+                    own += ((b * HK + h) * KEY_W * (8 // KEY_BITS))[:, None]
                 # fmt: off
                 _read_rows(block, scales, k + target, own, row, (row // KEY_TOKENS)[:, None], mine, kv_row,
-                           KEY_TOKENS, KEY_CHANNELS, BITS, SIZE, W, BLOCK_W, False)
+                           KEY_TOKENS, KEY_CHANNELS, KEY_BITS, SIZE, KEY_W, BLOCK_KEY_W, False)
                 # fmt: on
-                block += SIZE * W
+                block += SIZE * KEY_W
                 scales += 2 * KEY_SCALES
-            _read_rows(block, scales, v + target, None, row, 0, mine, kv_row, 1, W, BITS, SIZE, W, BLOCK_W, False)
+            # fmt: off
+            _read_rows(block, scales, v + target, None, row, 0, mine, kv_row,
+                       1, VALUE_CHANNELS, VALUE_BITS, SIZE, VALUE_W, BLOCK_VALUE_W, False)
+            # fmt: on
 
 
 def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs: int) -> None:
@@ -316,8 +326,9 @@ def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs:
     if not takes(rows.k):
         return gather_quantised_ref(host, misses, rows)
     b, num_kv_heads, _, _ = rows.k.shape
-    held = max(1, QUANTISED_ELEMENTS // power_of_two(form.width))
-    shapes = (form.width, form.key_groups.channels) if form.sized else ()  # of what is reshaped
+    held = max(1, QUANTISED_ELEMENTS // power_of_two(max(form.widths)))
+    by_token = [(w, each.channels) for w, each in zip(form.widths, form.groups, strict=True) if each.tokens == 1]
+    shapes = [n for width, channels in by_token if channels < width for n in (width, channels)]  # of what is reshaped
     together = max(1, held // form.size) if all(n == power_of_two(n) for n in shapes) else 1
     if together == 1:
         programs = max(programs, programs * PROGRAM_TOKENS // form.size)
@@ -338,20 +349,26 @@ def gather_quantised(host: HostPages, misses: MissList, rows: PagedKV, programs:
 
 def constants(form: BlockFormat) -> dict[str, int]:
     """Return the compile-time constants of a format; blocks of rows of keys do not cross groups."""
-    block_w = power_of_two(form.width)
-    rows, keys = rows_at_once(form.size, block_w, QUANTISED_ELEMENTS), form.key_groups
+    key_w, value_w = (power_of_two(form.widths[part]) for part in (0, -1))
+    key_rows, rows = (rows_at_once(form.size, w, QUANTISED_ELEMENTS) for w in (key_w, value_w))
+    keys = form.key_groups
     return {
-        "BITS": form.bits,
+        "KEY_BITS": form.bits[0],
+        "VALUE_BITS": form.bits[-1],
         "SIZE": form.size,
-        "W": form.width,
+        "KEY_W": form.widths[0],
+        "VALUE_W": form.widths[-1],
         "PARTS": form.parts,
         "BYTES": form.bytes,
+        "SCALES": form.scales_at,
         "KEY_TOKENS": keys.tokens,
         "KEY_CHANNELS": keys.channels,
+        "VALUE_CHANNELS": form.groups[-1].channels,
         "KEY_SCALES": form.scales[0],
-        "BLOCK_K": min(rows, keys.tokens),
+        "BLOCK_K": min(key_rows, keys.tokens),
         "BLOCK_R": rows,
-        "BLOCK_W": block_w,
+        "BLOCK_KEY_W": key_w,
+        "BLOCK_VALUE_W": value_w,
     }
 
 

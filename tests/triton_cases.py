@@ -454,7 +454,7 @@ case(
 )(_filled)
 
 
-QUANTISED = ["int8", "tokens int8", "values int8", "tokens int4", "values int4", "int4"]
+QUANTISED = ["int8", "tokens int8", "values int8", "tokens int4", "values int4", "int4", "k8v4", "tokens k8v4"]
 
 
 def _of_tokens(s: Sizes, variant: str) -> Sizes:

@@ -98,6 +98,9 @@ def profiles_by_method() -> dict[str, list[str]]:
     return found
 
 
+_WITHOUT_HOST_KV = "its KV is not in host memory; --method offload attends to everything there, freekv to a budget"
+
+
 def resolve_profile(
     method: str | None = None, profile: str | None = None, overrides: Mapping[str, str | object] | None = None
 ) -> Profile:
@@ -117,7 +120,8 @@ def resolve_profile(
     name, found, known = _found(method, profile)
     for key in [*found.settings, *(overrides or {})]:
         if key not in known:
-            raise usage_error(f"{found.method} has no setting {shown(key)}", nearest(key, known, "settings"))
+            hint = _WITHOUT_HOST_KV if key == "kv_dtype" else nearest(key, known, "settings")
+            raise usage_error(f"{found.method} has no setting {shown(key)}", hint)
     method_class = get_method(found.method)
     settings = dict(found.settings)
     for key, value in (overrides or {}).items():

@@ -166,7 +166,9 @@ class MethodConfig(BaseModel):
 class HostKVConfig(MethodConfig):
     """The setting shared by methods that keep KV in host memory."""
 
-    kv_dtype: KVDtype = setting("auto", "KV in host memory: auto as the model computes it, or int8, int4")
+    kv_dtype: KVDtype = setting(
+        "auto", "KV in host memory: auto as computed, int8, int4, or k8v4 (keys in 8 bits, values in 4)"
+    )
 
     @model_validator(mode="after")
     def _has_kv_there(self) -> HostKVConfig:

@@ -16,12 +16,12 @@ from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import topk_pages
 from kvcli.kv.paged import OffloadedPageCache
-from kvcli.methods.config import PagedConfig, setting
+from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.models.geometry import LayerGeometry
 
 
-class FreeKVLayerConfig(PagedConfig):
+class FreeKVLayerConfig(HostKVConfig, PagedConfig):
     """Settings of selection by the previous layer's query; defaults: appendix B.1, table 4."""
 
     pooling: Pooling = setting("mean_s", "how page scores are pooled over the query heads of a KV head")
@@ -45,7 +45,7 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
     def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
         """Keep everything in host memory and a budget of pages on the device."""
         shape, pages = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.pages
-        return OffloadedPageCache(*shape, pages, self.context.tiers)
+        return OffloadedPageCache(*shape, pages, self.config.tiers(self.context.tiers))
 
     @override
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

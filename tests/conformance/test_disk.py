@@ -35,7 +35,7 @@ def check_counts(sequence):
     return cache, on_disk
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), crossed(HOLDING, ["auto", "int8", "int4"]))
+@pytest.mark.parametrize(("name", "kv_dtype"), crossed(HOLDING, ["auto", "int8", "k8v4", "int4"]))
 def test_tokens_and_selections_are_those_without_a_disk(llama, name, kv_dtype, tmp_path):
     wanted = settings(name, {**SMALL, "kv_dtype": kv_dtype, "offload": True})
     prompts = [prompt(8, LENGTH), prompt(9, 90)][: 2 if kv_dtype == "auto" else 1]

@@ -42,6 +42,7 @@ from kvcli.methods.twilight.kernels import FEW, four_bit_scores, quantise_four_b
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 seldom = partial(pytest.param, marks=pytest.mark.exhaustive)
+QUANTISED = ["int8", "k8v4", "int4"]
 
 
 @pytest.fixture(autouse=True)
@@ -323,11 +324,11 @@ def test_the_nucleus_of_a_group_is_that_of_torch(heads, group, n, always, p, mon
     assert all(map(torch.equal, found, twilight_kernels.kept_first_cpu(tokens, kept)))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("parts", "size", "d"), [(2, 4, 40), (1, 8, 64), (2, 1, 80), (2, 1, 36)])
+@pytest.mark.parametrize("held", QUANTISED)
+@pytest.mark.parametrize(("parts", "size", "d"), [(2, 4, 40), (1, 8, 128), (2, 1, 80), (2, 1, 36), seldom(2, 1, 18)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_that_are_picked_become_numbers_in_their_places(bits, parts, size, d, dtype):
-    form, count = BlockFormat(bits, parts, size, d), 70
+def test_blocks_that_are_picked_become_numbers_in_their_places(held, parts, size, d, dtype):
+    form, count = BlockFormat.of(held, parts, size, d), 70
     blocks, heads = torch.empty(count, form.bytes, dtype=torch.uint8), torch.arange(200) % 3
     sizes = torch.exp2(noise(3, d, seed=9).round()) if form.sized else None
     form.quantise([noise(count, size, d, seed=part) for part in range(parts)], blocks)
@@ -344,11 +345,11 @@ def test_blocks_that_are_picked_become_numbers_in_their_places(bits, parts, size
     assert (out[others] == -1).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("parts", "size", "d"), [(2, 64, 40), (1, 8, 64), (2, 1, 80)])
+@pytest.mark.parametrize("held", QUANTISED)
+@pytest.mark.parametrize(("parts", "size", "d"), [(2, 64, 40), (1, 8, 128), (2, 1, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(bits, parts, size, d, dtype, monkeypatch):
-    form, count = BlockFormat(bits, parts, size, d), 5
+def test_numbers_of_blocks_are_bit_for_bit_those_of_torch(held, parts, size, d, dtype, monkeypatch):
+    form, count = BlockFormat.of(held, parts, size, d), 5
     blocks = torch.empty(count, form.bytes, dtype=torch.uint8)
     pages = [3 * noise(count, size, d, seed=part) + 7 for part in range(parts)]
     pages[0][1, 0, 0] = math.nan
@@ -509,7 +510,7 @@ def test_what_is_small_is_left_to_torch(monkeypatch):
     assert gemv.suits(noise(2, 4), noise(4, 4))
 
 
-@pytest.mark.parametrize("held", ["int8", "int4"])
+@pytest.mark.parametrize("held", QUANTISED)
 @pytest.mark.parametrize(
     ("heads", "group", "d", "n"),
     [seldom(1, 1, 2, 1), (2, 3, 12, 5), seldom(3, 8, 64, 1025), (2, 4, 96, 514)],

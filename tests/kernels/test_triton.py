@@ -63,10 +63,11 @@ def test_latents_that_many_heads_share_are_read_part_by_part(kernels_take_all, c
     assert compare(case, torch.float32, DEVICE, LATENT).problem == ""
 
 
-@pytest.mark.parametrize("held", ["int8", "int4"])
-def test_scales_that_channels_of_a_token_share_are_read_once(kernels_take_all, held):
+@pytest.mark.parametrize("way", ["gather", "write"])
+@pytest.mark.parametrize("held", ["tokens int8", "tokens k8v4", "tokens int4", "k8v4", "int4"])
+def test_scales_that_channels_of_a_token_share_are_read_once(kernels_take_all, held, way):
     """Where heads are a power of two wide; elsewhere a token is read at a time."""
-    (case,) = (case for case in CASES if case.name == f"gather_quantised-tokens {held}")
+    (case,) = (case for case in CASES if case.name == f"{way}_quantised-{held}")
     assert compare(case, torch.float32, DEVICE, ODD._replace(d=128)).problem == ""
 
 

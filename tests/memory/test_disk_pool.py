@@ -86,7 +86,7 @@ def test_as_many_blocks_as_fill_a_sector_are_read_together(block, unit, expected
     assert blocks_per_line(block, unit, 4096) == expected
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lines", [8, 24])
 def test_a_pool_on_the_disk_gives_what_one_in_host_memory_does(tier, shape, lines, kv_dtype):

@@ -92,7 +92,7 @@ def test_no_tokens_of_rounded_kv_are_read_as_none():
     assert not target.any()
 
 
-@pytest.mark.parametrize("held", ["int8", "int4"])
+@pytest.mark.parametrize("held", ["int8", "k8v4", "int4"])
 def test_bytes_read_where_they_lie_are_those_made_numbers_first(held, monkeypatch):
     """Also behind tokens that were taken back; rows that no token has reached would make everything NaN."""
     monkeypatch.setattr(_numba, "LEAST", 1)

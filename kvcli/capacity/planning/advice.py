@@ -145,7 +145,7 @@ def _budgets(profile: Profile) -> Iterator[tuple[int, Profile]]:
             yield times, resolve_profile(profile.method, overrides=profile.settings.model_dump() | smaller)
 
 
-_GIVEN_UP = {"auto": 0.0, "int8": 1.0, "fp8": 1.5, "int4": 3.0}
+_GIVEN_UP = {"auto": 0.0, "int8": 1.0, "fp8": 1.5, "k8v4": 2.0, "int4": 3.0}
 """The costs in closeness of forms of weights and of KV, in order: KV in 4 bits costs as much as weights in 4."""
 
 _OF_DISK = 2.5

@@ -98,7 +98,7 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "held"), crossed(HELD, ["int8", "int4"]))
+@pytest.mark.parametrize(("name", "held"), crossed(HELD, ["int8", "k8v4", "int4"]))
 def test_steps_over_quantised_pages_of_the_host(name, held):
     """Of numbers half way between two codes, rounding of the model's sums decides."""
     switch = {"offload": True} if "offload" in get_method(name).Config.model_fields else {}
