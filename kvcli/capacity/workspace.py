@@ -11,6 +11,7 @@ from kvcli.memory.tiers import nbytes
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.geometry import ModelGeometry
 from kvcli.runtime.layer_major import CHUNKS_ON_DEVICE, chunk_length, streamed
+from kvcli.runtime.own_selection import SCORES_AT_ONCE
 from kvcli.runtime.prefill import prefill_buffers
 
 _AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
@@ -94,6 +95,9 @@ class Workspace:
             "KV of a layer": buffers,
             "a chunk in a layer": itemsize * 2 * rotary * chunk + most - buffers,
         }
+        if geometry.selects is not None:
+            scratch = max(each.selects.scratch for each in geometry.layers if each.selects is not None)
+            terms["scores of the model's index"] = min(SCORES_AT_ONCE, scratch * chunk * length)
         if geometry.form is not None:
             matrix = geometry.hidden_size * geometry.intermediate_size
             product = 2 * (wide + narrow) + geometry.form.beside(matrix, wide // itemsize, device, itemsize)
