@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvcli.kernels.selected_attention import AT_ONCE
 from kvcli.memory.tiers import nbytes
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.geometry import ModelGeometry
@@ -97,7 +98,9 @@ class Workspace:
         }
         if geometry.selects is not None:
             scratch = max(each.selects.scratch for each in geometry.layers if each.selects is not None)
-            terms["scores of the model's index"] = min(SCORES_AT_ONCE, scratch * chunk * length)
+            gathered = 3 * torch.float32.itemsize * chunk * geometry.selects.tokens * layer.num_kv_heads * layer.head_dim
+            terms["the model's own selection"] = min(SCORES_AT_ONCE, scratch * chunk * length)
+            terms["the model's own selection"] += min(3 * AT_ONCE, gathered)  # keys, values, in fp32
         if geometry.form is not None:
             matrix = geometry.hidden_size * geometry.intermediate_size
             product = 2 * (wide + narrow) + geometry.form.beside(matrix, wide // itemsize, device, itemsize)

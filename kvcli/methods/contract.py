@@ -329,6 +329,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     """Whether `take_next_query` is called, one layer ahead of `attend`."""
     takes_selection: ClassVar[bool] = False
     """Whether the method attends to what the model selects by itself (`LayerGeometry.selects`)."""
+    blocking: ClassVar[bool] = False
+    """Whether steps on a GPU go phase after phase, because the model decides on the host within them."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
         refuse_selection(type(self), config, layers)

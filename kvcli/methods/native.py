@@ -1,4 +1,4 @@
-"""Native: what the model selects by itself, with KV in host memory (DeepSeek Sparse Attention, arXiv 2512.02556).
+"""Native: tokens that the model itself selects, with KV in host memory (DeepSeek Sparse Attention, arXiv 2512.02556).
 
 Some models are trained with an index of their own. Each layer scores all tokens by a small key of every token, and
 attends to the best (section 2.1). So nothing is guessed or corrected here: the keys of the index stay on the device,
@@ -181,9 +181,7 @@ class RecalledCache(SelectingCache):
 class NativeConfig(MethodConfig):
     """Settings of native selection; what is selected is the model's."""
 
-    slots: int = setting(
-        8192, "tokens of a layer on the device, at least those that a step selects", "tokens", ge=1
-    )
+    slots: int = setting(8192, "tokens of a layer on the device, at least those that a step selects", "tokens", ge=1)
 
     @property
     @override
@@ -195,13 +193,14 @@ class Native(Method[NativeConfig, Any]):
     """Attends to what the model selects by itself."""
 
     Config = NativeConfig
-    title = "what the model selects by itself, recalled from host memory"
+    title = "tokens that the model itself selects"
     paper = "arXiv 2512.02556"
     long_generation = True
     offloads = True
     group_consistent = True
     device_memory = "O(L)"
     takes_selection = True
+    blocking = True
 
     def new_cache(self, layer: LayerGeometry) -> RecalledCache | DenseCache:
         """Make a cache in host memory for a layer that selects, and one on the device for any other."""

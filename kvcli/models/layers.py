@@ -427,6 +427,7 @@ class LayerFinder:
                 "attention_mask": None,
                 "position_embeddings": angles,
                 "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),
+                "shared_kv_states": {},  # of layers before, which no layer served here reads
                 **dict.fromkeys(CACHE_ARGUMENTS, cache),
             }
             hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")

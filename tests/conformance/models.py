@@ -199,7 +199,9 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models of other kinds than `FAMILIES`: every method runs on each once."""
 
-_INDEX = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 12}
+# So many heads that no two tokens score the same: what lies below zero in all of them scores nothing, and ties are
+# broken by chance.
+_INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
 _SHARED = {"indexer_types": _alternating("full", "shared")}
 _BLOCKS = {"index_n_heads": KV_HEADS, "index_head_dim": HEAD_DIM, "index_block_size": 4, "index_topk_blocks": 3}
 
