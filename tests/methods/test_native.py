@@ -54,7 +54,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return tiny_checkpoint("glm_moe_dsa", tmp_path_factory.mktemp("glm_moe_dsa"))
+    return str(tiny_checkpoint("glm_moe_dsa", tmp_path_factory.mktemp("glm_moe_dsa")))
 
 
 def selecting(sequence):
@@ -113,7 +113,7 @@ def test_a_batch_of_different_lengths_is_the_runs_of_one(model, name):
 def test_scores_are_bounded(monkeypatch):
     seen, update = [], own_selection.IndexCache.update_indexer
     model = tiny_model("deepseek_v32")
-    scratch, most = geometry_of_model(model).selects.scratch, 1 << 14
+    scratch, most = geometry_of_model(model).selects.scratch, 1 << 20
     monkeypatch.setattr(own_selection, "SCORES_AT_ONCE", most)
 
     def watched(self, keys, layer_idx):
@@ -265,7 +265,7 @@ def test_the_plan_counts_the_index_and_what_a_step_recalls():
     ],
 )
 def test_doctor_says_what_layers_select(name, ways, tmp_path):
-    checks = {each.name: each.found for each in examine_model(ModelSpec(tiny_checkpoint(name, tmp_path), device="cpu"))}
+    checks = {each.name: each.found for each in examine_model(ModelSpec(str(tiny_checkpoint(name, tmp_path)), device="cpu"))}
     for way, layers in ways.items():
         assert re.match(rf"{layers} \(", checks[way])
 
