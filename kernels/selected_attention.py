@@ -26,8 +26,8 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Ten
     assert selected is not None
     gathered = selected.shape[2] * k.shape[0] * k.shape[2] * torch.float32.itemsize
     rows = max(1, AT_ONCE // max(1, gathered))
-    parts = zip(q.split(rows, 1), selected.split(rows, 1), strict=True)
-    return torch.cat([_attend(queries, k, v, tokens, softmax) for queries, tokens in parts], 1)
+    parts = [slice(start, start + rows) for start in range(0, q.shape[1], rows)]
+    return torch.cat([_attend(q[:, part], k, v, selected[:, part], softmax) for part in parts], 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:

@@ -98,9 +98,10 @@ class Workspace:
         }
         if geometry.selects is not None:
             scratch = max(each.selects.scratch for each in geometry.layers if each.selects is not None)
-            gathered = 3 * torch.float32.itemsize * chunk * geometry.selects.tokens * layer.num_kv_heads * layer.head_dim
-            terms["the model's own selection"] = min(SCORES_AT_ONCE, scratch * chunk * length)
-            terms["the model's own selection"] += min(3 * AT_ONCE, gathered)  # keys, values, in fp32
+            read = chunk * geometry.selects.tokens * layer.num_kv_heads * layer.head_dim
+            gathered = min(AT_ONCE, torch.float32.itemsize * read)
+            scores = min(SCORES_AT_ONCE, scratch * chunk * length)
+            terms["the model's own selection"] = scores + 3 * gathered  # keys, values, both in fp32
         if geometry.form is not None:
             matrix = geometry.hidden_size * geometry.intermediate_size
             product = 2 * (wide + narrow) + geometry.form.beside(matrix, wide // itemsize, device, itemsize)

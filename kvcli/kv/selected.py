@@ -21,7 +21,7 @@ from kvcli.models.geometry import LayerGeometry
 
 
 def with_index(index: Tensor, k: Tensor, v: Tensor, layer: LayerGeometry) -> tuple[Tensor, Tensor]:
-    """Put index keys [b, n, c] in front of k and v [b, Hk, n, d]; return both with `LayerGeometry.head_dim` channels."""
+    """Put index keys [b, n, c] in front of k and v [b, Hk, n, d]; return both, now [.., head_dim] wide."""
     (b, n, c), heads, width = index.shape, layer.num_kv_heads, layer.index_channels
     shares = pad(index, (0, layer.parts * heads * width - c)).view(b, n, layer.parts, heads, width)
     first, *second = shares.permute(2, 0, 3, 1, 4)  # [b, Hk, n, width] each
@@ -75,10 +75,6 @@ class ResidentSelectingCache(SelectingCache, DenseCache):
         self.selected, first = softmax.selected[:, 0], self.layer.index_channels
         k, v = (rows[:, : self.length, first:] for rows in (self.k, self.v))
         return selected_attention(q[:, None], k, v, softmax)[:, 0]
-
-    @override
-    def as_slots(self) -> None:
-        return None
 
     @override
     def traffic(self, length: int) -> Traffic:

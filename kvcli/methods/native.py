@@ -23,7 +23,7 @@ from kvcli.kernels.selected_attention import selected_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache, LayerCache, Tiers, both
 from kvcli.kv.selected import SelectingCache, index_keys, selection_traffic
-from kvcli.memory.host_pool import page_pool
+from kvcli.memory.host_pool import HostPagePool, page_pool
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.methods.config import MethodConfig, setting
@@ -35,10 +35,13 @@ from kvcli.telemetry.counters import Count
 class RecalledCache(SelectingCache):
     """Tokens in host memory; on the device their index keys, and kv [t, Hk, slots, d] of those selected last.
 
-    `keys` [t, Hk, capacity, c] are the index keys, cut as `kvcli.kv.selected` says. KV heads select together, or each on
-    its own. For each that does, `slot_of` [heads, capacity] is the slot of every token, and `token_in` [heads, slots]
-    the token in every slot, EMPTY for none. `used` [heads, slots] is the last step that selected it, by the `clock`.
+    `keys` [t, Hk, capacity, c] are the index keys, cut as `kvcli.kv.selected` says. KV heads select together, or each
+    on its own. For each that does, `slot_of` [heads, capacity] is the slot of every token, and `token_in` [heads,
+    slots] the token in every slot, EMPTY for none. `used` [heads, slots] is the last step that selected it, by the
+    `clock`.
     """
+
+    pool: HostPagePool
 
     def __init__(self, layer: LayerGeometry, capacity: int, slots: int, tiers: Tiers):
         assert layer.selects is not None

@@ -356,8 +356,9 @@ class LayerFinder:
             if self._selects and self._selected is not None:
                 one, two = (self._most(place, module, tokens) for tokens in (1, 2))
                 block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
-                found = block * self._selected.shape[-1], state.index_channels, -(-(two - one) // _MANY)
-                layer = replace(layer, selects=OwnSelection(*found, heads, block))
+                scratch = -(-(two - one) // _MANY)
+                selects = OwnSelection(block * self._selected.shape[-1], state.index_channels, scratch, heads, block)
+                layer = replace(layer, selects=selects)
                 layer = replace(layer, head_dim=layer.head_dim + layer.index_channels)
             self.layers.append(layer)
         if tensors:
@@ -423,7 +424,7 @@ class LayerFinder:
                 positions = torch.zeros(tokens, dtype=torch.long)
                 angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
                 angles = tree_map(lambda x: x.to("meta"), angles)
-            given = {
+            given: dict[str, Any] = {
                 "attention_mask": None,
                 "position_embeddings": angles,
                 "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),

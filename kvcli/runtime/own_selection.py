@@ -66,7 +66,6 @@ class IndexCache:
         longest = max(map(len, whole))
         return torch.stack([pad(each, (0, 0, 0, longest - len(each))) for each in whole])
 
-
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Do the same for keys [b, 1, n, c]."""
         return self.update_indexer(idx_k[:, 0], self.layer)[:, None]

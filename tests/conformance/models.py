@@ -205,11 +205,27 @@ _INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
 _SHARED = {"indexer_types": _alternating("full", "shared")}
 _BLOCKS = {"index_n_heads": KV_HEADS, "index_head_dim": HEAD_DIM, "index_block_size": 4, "index_topk_blocks": 3}
 
+_WINDOWED = {**LATENT, "num_attention_heads": HEADS, "q_lora_rank": 24, "head_dim": 16}
+
 SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v32": lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
     "glm_moe_dsa": lambda: config_of("GlmMoeDsaConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, q_lora_rank=24),
     "axk2": lambda: config_of("AXK2Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
     "hy_v4": lambda: config_of("HYV4Config", **EXPERTS, **LATENT, **_INDEX, **_SHARED, q_lora_rank=24),
+    "mistral_large4": lambda: _with_vision(
+        "MistralLarge4Config",
+        config_of("MistralLarge4TextConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, rope_parameters=_YARN),
+        {"model_type": "pixtral", "head_dim": HEAD_DIM, **_VISION, **_PATCHES},
+        image_token_index=5,
+    ),
+    "dots3_note": lambda: config_of(
+        "Dots3NoteTextConfig",
+        **{**EXPERTS, **LATENT, **_INDEX},
+        **{f"swa_{name}": size for name, size in _WINDOWED.items()},
+        q_lora_rank=24,
+        sliding_window=WINDOW,
+        layer_types=_alternating(_SLIDING, "indexed_attention"),
+    ),
     "minimax_m3": lambda: config_of(
         "MiniMaxM3VLTextConfig",
         layer_types=["full_attention", *["minimax_m3_sparse"] * (LAYERS - 1)],

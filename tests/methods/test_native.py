@@ -80,10 +80,10 @@ def test_what_the_device_has_is_not_recalled_again(family):
     for slots in (13, 24, 48, 4096):
         (sequence,) = run(model, "native", {"slots": slots}, [ids], STEPS)
         layers = [sequence.counters.cache().layers[layer] for layer in selecting(sequence)]
-        assert all(0 < each.pages_requested for each in layers)
+        assert all(each.pages_requested > 0 for each in layers)
         found[slots] = sum(each.misses for each in layers)
-        token = max(cache.pool.block_bytes for cache in map(sequence.method.retrieval.get, selecting(sequence)))
-        assert sum(each.bytes_to_device for each in layers) == token * found[slots]
+        for layer, each in zip(selecting(sequence), layers, strict=True):
+            assert each.bytes_to_device == each.misses * sequence.method.retrieval[layer].pool.block_bytes
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert found[13] > found[48]
     assert found[4096] == 0
@@ -163,7 +163,8 @@ def test_a_sequence_goes_on_from_its_state(model, name):
     with engine(in_memory(model), [PROMPT + STEPS]) as ready:
 
         def fresh():
-            method = get_method(name)(get_method(name).Config(**SLOTS[name]), ready.layers, ready.context(PROMPT, STEPS))
+            config = get_method(name).Config(**SLOTS[name])
+            method = get_method(name)(config, ready.layers, ready.context(PROMPT, STEPS))
             sequence = ready.sequence(method, Sampling(max_tokens=STEPS))
             sequence.eos = ()
             return sequence
@@ -265,8 +266,7 @@ def test_the_plan_counts_the_index_and_what_a_step_recalls():
     ],
 )
 def test_doctor_says_what_layers_select(name, ways, tmp_path):
-    checks = {each.name: each.found for each in examine_model(ModelSpec(str(tiny_checkpoint(name, tmp_path)), device="cpu"))}
+    spec = ModelSpec(str(tiny_checkpoint(name, tmp_path)), device="cpu")
+    checks = {each.name: each.found for each in examine_model(spec)}
     for way, layers in ways.items():
         assert re.match(rf"{layers} \(", checks[way])
-
-
