@@ -2,6 +2,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
 
+from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import attention_modules
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.decode import BlockingPipeline
