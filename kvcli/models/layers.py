@@ -354,9 +354,9 @@ class LayerFinder:
         if attends:
             layer = self._attends(place, module, rope)
             if self._selects and self._selected is not None:
-                one, two = (self._most(place, module, tokens) for tokens in (1, 2))
+                few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
                 block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
-                scratch = -(-(two - one) // _MANY)
+                scratch = -(-(more - few) // (_FEW * _MANY))
                 selects = OwnSelection(block * self._selected.shape[-1], state.index_channels, scratch, heads, block)
                 layer = replace(layer, selects=selects)
                 layer = replace(layer, head_dim=layer.head_dim + layer.index_channels)
@@ -439,7 +439,9 @@ class LayerFinder:
             with UseOf(watched(angles)) as use:
                 module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
         except Exception as error:
-            raise refusal(self.model.config, f"{type(module).__name__} has an unknown form ({error})") from error
+            indexed = place < len(self._kv) and _has_index(self._kv[place])
+            form = "selects by an index that is not served yet" if indexed else "has an unknown form"
+            raise refusal(self.model.config, f"{type(module).__name__} {form} ({error})") from error
         return bool(use.found)
 
     def _attention(
