@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from command import kvcli
 from families import SELECTING, tiny_checkpoint, tiny_model
 from saving import TEXT, tokens
 from saving import run as run_saving
@@ -215,6 +216,17 @@ def test_native_serves_if_no_method_is_named(path):
     assert found.profile["method"] == "native"
     assert any("using native, because this model's layers select by themselves" in each for each in observer.notices)
     assert tokens(found) == tokens(generate(ModelSpec(path, device="cpu"), request("full"), Observer()))
+
+
+def test_a_chat_a_batch_and_a_plan_take_it_as_well(path, tmp_path):
+    said = kvcli("chat", "-m", path, "--max-tokens", 4, text="who?\nwhere?\n")
+    assert said.returncode == 0, said.stderr
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"custom_id": "a", "prompt": "who?"}\n')
+    done = kvcli("batch", rows, "-m", path, "--max-tokens", 4, "-o", tmp_path / "answers.jsonl")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(kvcli("plan", "-m", path, "--context", 500, "--json").stdout)
+    assert [each["profile"]["method"] for each in plan["plans"]] == ["full", "native"]
 
 
 def test_kv_on_a_disk(path, tmp_path):
