@@ -7,7 +7,7 @@ import pytest
 import torch
 from command import kvcli
 from families import SELECTING, tiny_checkpoint, tiny_model
-from saving import TEXT, tokens
+from saving import QUESTIONS, TEXT, tokens
 from saving import run as run_saving
 
 from kvcli.bench.doctor import examine_model
@@ -186,6 +186,12 @@ def test_a_sequence_goes_on_from_its_state(model, name):
             pass
     assert resumed.token_ids == whole.token_ids
     assert resumed.report().cache == whole.report().cache
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_questions_on_one_document_are_the_questions_alone(path, name):
+    alone = [tokens(run_saving(path, (question,), name))[0] for question in QUESTIONS]
+    assert tokens(run_saving(path, QUESTIONS, name)) == alone
 
 
 @pytest.mark.parametrize("name", SLOTS)
