@@ -68,10 +68,11 @@ class Workspace:
         if window is not None:
             length = together = min(length, window)
         chunk = min(length, chunk_length(device) if window is None else window)
-        hidden, host, away = itemsize * together * geometry.hidden_size, dict[str, int](), 0
+        states = itemsize * geometry.streams * geometry.hidden_size  # of a token
+        hidden, host, away = states * together, dict[str, int](), 0
         if window is None and streamed(geometry, together, itemsize, device):
             host["hidden states"] = hidden
-            hidden = itemsize * CHUNKS_ON_DEVICE * chunk * geometry.hidden_size
+            hidden = CHUNKS_ON_DEVICE * chunk * states
         needs = [itemsize * length * each.token_size for each in geometry.layers]
         if method is not None and alone:
             needs = [0 if method.caches[at].lends else size for at, size in enumerate(needs)]

@@ -80,6 +80,8 @@ class ModelGeometry:
     """The form of weights that are not in the dtype."""
     spared: tuple[str, ...] = ()
     """Linear layers whose weights are in the dtype all the same."""
+    streams: int = 1
+    """Hidden states of a token between layers: several with hyper-connections (arXiv 2409.19606)."""
 
     @property
     def weights(self) -> str:
@@ -151,6 +153,7 @@ def geometry_of(
             for name, module in model.named_modules()
             if form and isinstance(module, nn.Linear) and id(module.weight) not in quantised
         ),
+        streams=getattr(text, "hc_mult", None) or 1,
     )
 
 

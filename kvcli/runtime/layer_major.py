@@ -36,7 +36,7 @@ def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.
 
     They cannot if layers with a state read a prompt in one piece.
     """
-    large = tokens * geometry.hidden_size * itemsize >= STREAMED_BYTES
+    large = tokens * geometry.streams * geometry.hidden_size * itemsize >= STREAMED_BYTES
     return device.type == "cuda" and large and all(state.resumes for state in geometry.states)
 
 

@@ -22,7 +22,7 @@ MAX_POSITIONS = 4096
 BOS, EOS, PAD = 0, 1, 2
 
 # The implementations that serve as the reference where sdpa is refused or lacks what the family needs.
-EAGER = frozenset({"gemma2", "gpt_oss", "hy_v4"})
+EAGER = frozenset({"gemma2", "gpt_oss", "hy_v4", "hy_v4_images"})
 
 
 def config_of(name: str, **extra: object) -> PreTrainedConfig:
@@ -205,13 +205,23 @@ _INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
 _SHARED = {"indexer_types": _alternating("full", "shared")}
 _BLOCKS = {"index_n_heads": KV_HEADS, "index_head_dim": HEAD_DIM, "index_block_size": 4, "index_topk_blocks": 3}
 
+_HY_V4 = {**EXPERTS, **LATENT, **_INDEX, **_SHARED, "q_lora_rank": 24}
+_HY_V4_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _WINDOWED = {**LATENT, "num_attention_heads": HEADS, "q_lora_rank": 24, "head_dim": 16}
 
 SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v32": lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
     "glm_moe_dsa": lambda: config_of("GlmMoeDsaConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, q_lora_rank=24),
     "axk2": lambda: config_of("AXK2Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
-    "hy_v4": lambda: config_of("HYV4Config", **EXPERTS, **LATENT, **_INDEX, **_SHARED, q_lora_rank=24),
+    "hy_v4": lambda: config_of("HYV4Config", **_HY_V4),
+    "hy_v4_images": lambda: transformers.HYV4VLConfig(
+        text_config={
+            **config_of("HYV4Config", **_HY_V4).to_dict(),
+            "model_type": "hy_v4_vl_text",
+            "rope_parameters": _HY_V4_AXES,
+        },
+        tie_word_embeddings=False,
+    ),
     "mistral_large4": lambda: _with_vision(
         "MistralLarge4Config",
         config_of("MistralLarge4TextConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, rope_parameters=_YARN),

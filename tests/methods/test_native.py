@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from saving import run as run_saving
 
 from kvcli.bench.doctor import examine_model
 from kvcli.capacity import memory
+from kvcli.capacity.workspace import Workspace
 from kvcli.conformance.runs import in_memory, run
 from kvcli.errors import KvcliError
 from kvcli.generate import generate
@@ -255,6 +257,15 @@ def test_memory_is_what_was_planned(model, name):
     planned = memory.kv_footprint(profile, geometry_of_model(model), capacity, torch.float32)
     held = sequence.method.footprint()
     assert (planned.device, planned.host) == (held.device, held.host)
+
+
+def test_all_streams_of_hidden_states_are_planned():
+    geometry = geometry_of_model(tiny_model("hy_v4"))
+    assert geometry.streams == 4
+    one, four = (
+        Workspace.of(replace(geometry, streams=streams), 500, None, torch.device("cpu"), 500, 4) for streams in (1, 4)
+    )
+    assert four.device["hidden states"] == 4 * one.device["hidden states"] == 4 * 500 * 64 * 4
 
 
 def test_the_plan_counts_the_index_and_what_a_step_recalls():
