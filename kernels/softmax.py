@@ -14,11 +14,18 @@ class Softmax(NamedTuple):
     """Parameters of attention: `scale` of q.k, `softcap` (scores are bounded by tanh), and attention `sinks`.
 
     `sinks` [H] holds one logit per query head that takes part in the normalisation and carries no value (gpt-oss).
+    `selected` [1 or Hk, n, k] int64 are the tokens that the model itself selects for each of n queries, EMPTY for none;
+    without it all tokens take part. Of a batch it is [b, 1 or Hk, n, k].
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    selected: Tensor | None = None
+
+    def of(self, sequence: int) -> Softmax:
+        """Return that of one sequence of a batch."""
+        return self if self.selected is None else self._replace(selected=self.selected[sequence])
 
     def scores(self, products: Tensor) -> Tensor:
         """Turn products q.k into scores: scaled, and capped if the model does so."""

@@ -59,7 +59,8 @@ class Dialogue:
         observer: Observer | None = None,
     ):
         self.model, self.checkpoint, self.template, self.document = model, checkpoint, template, document
-        self.profile, self.sampling, self.observer = profile, sampling, observer or Observer()
+        self.profile = unnamed.native(profile, checkpoint.geometry)
+        self.sampling, self.observer = sampling, observer or Observer()
         self.exchanges: list[Exchange] = []
         self.conversation = Conversation(model, self.observer)
         self.attempts = 0  # of the last question, after the first

@@ -103,8 +103,17 @@ def settle_method(
     """Choose between full attention and retrieval if nobody named a method, and say so.
 
     Retrieval stays where something is asked of it: a disk, drafts to check, an audit. Drafts that gain nothing are
-    named.
+    named. A model that selects by itself does so in any case.
+
+    Raises:
+        KvcliError: drafts or an audit are asked of a model that selects by itself (usage).
     """
+    selects = checkpoint.geometry.selects is not None
+    if selects:
+        beside = {"--lossless": request.lossless, "--audit": request.audit}
+        if (other := next((name for name, value in beside.items() if value is not None), None)) is not None:
+            what = f"{other} compares with full attention, but this model's layers select by themselves"
+            raise usage_error(what, "leave it out: native is exact")
     asked_of_it = request.disk or request.lossless or request.audit
     lengths = capacities(request, [prompt for prompt in prompts if prompt.error is None])
     costs = request.profile, checkpoint, lengths, request.sampling.num_samples
@@ -113,7 +122,7 @@ def settle_method(
             f"--lossless saves no time here, because reading all of {max(lengths):,} tokens is cheap; --method full "
             "writes the same text"
         )
-    if not request.profile.unnamed or asked_of_it or not lengths:
+    if not request.profile.unnamed or (asked_of_it and not selects) or not lengths:
         return request
     everything = replace(request, profile=reference_profile())
     chosen, why = unnamed.choose(

@@ -23,6 +23,7 @@ from kvcli.conformance.models import (  # noqa: F401 - what tests take from here
     LAYERS,
     MAX_POSITIONS,
     PAD,
+    SELECTING,
     VOCAB,
     WINDOW,
     config_of,
@@ -46,10 +47,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "mamba": (
         lambda: transformers.MambaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, state_size=4, num_hidden_layers=2),
         "state-space",
-    ),
-    "deepseek_v32": (
-        lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, q_lora_rank=24, index_n_heads=2, index_topk=8),
-        "index of their own",
     ),
     "longcat_flash": (lambda: config_of("LongcatFlashConfig", **EXPERTS, **LATENT, q_lora_rank=24), "several modules"),
     "t5": (

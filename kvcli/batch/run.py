@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvcli.batch.rows import Row, RowProblem
 from kvcli.batch.source import RowSource
 from kvcli.batch.stop import Stop
 from kvcli.batch.tally import Tally, state_file, state_keeper
+from kvcli.capacity import unnamed
 from kvcli.capacity.disk import disk_for
 from kvcli.inputs.encoding import plain_text_notice
 from kvcli.inputs.options import DiskOptions, KVOptions, Sampling, Template
@@ -135,6 +136,7 @@ def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally
         until_the_end.enter_context(results)
         jobs = request.shard.jobs(jobs) if request.shard is not None else jobs
         checkpoint = open_checkpoint(spec)
+        request = replace(request, profile=unnamed.native(request.profile, checkpoint.geometry))
         disk = disk_for(request.disk, [request.profile], checkpoint.device, request.max_inflight)
         rules = Rules(request.profile, checkpoint, inputs, disk)
         keys = {job.custom_id: rules.key(job) for job in jobs}

@@ -391,6 +391,9 @@ def _weight_check(form: WeightForm, geometry: ModelGeometry) -> Check:
 
 
 def _way(layer: LayerGeometry) -> str:
+    if layer.selects is not None:
+        shared = "" if layer.selects.channels else ", as the layer before"
+        return f"native selection, {layer.selects.name}{shared}"
     if layer.window is None:
         return "retrieve" if layer.latent is None else "retrieve latents"
     return f"{'chunk' if layer.chunked else 'window'} of {layer.window:,}"

@@ -1,4 +1,4 @@
-"""Where reading everything is cheap: full attention there if no method is named, and no gain from drafts."""
+"""What serves if no method is named: the model's own selection if it has one, full attention if that is cheap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from kvcli.capacity.memory import kv_footprint
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.inputs.profiles import Profile, reference_profile
+from kvcli.inputs.profiles import Profile, reference_profile, resolve_profile
+from kvcli.models.geometry import ModelGeometry
 from kvcli.models.loading import Checkpoint
 from kvcli.sizes import Share
 
@@ -16,6 +17,11 @@ SHARE = 0.5
 """Below this share of the weights' bytes, reading all of the KV adds at most half to a step."""
 
 
+def native(profile: Profile, geometry: ModelGeometry) -> Profile:
+    """Return `profile`, or that of the method `native` if nobody named one and the model selects by itself."""
+    return resolve_profile(method="native") if profile.unnamed and geometry.selects is not None else profile
+
+
 def choose(
     retrieval: Profile, checkpoint: Checkpoint, capacities: Sequence[int], samples: int, check: Callable[[], None]
 ) -> tuple[Profile, str]:
@@ -23,6 +29,9 @@ def choose(
 
     `check` raises KvcliError (exit code 3) if full attention will not fit.
     """
+    if checkpoint.geometry.selects is not None:
+        own = native(retrieval, checkpoint.geometry)
+        return own, f"no --method: using {own.method}, because this model's layers select by themselves"
     longest, instead = max(capacities), f"no --method: using {retrieval.method}"
     if not is_cheap(retrieval, checkpoint, capacities, samples):
         return retrieval, f"{instead}, which reads about {_budget(retrieval, longest):,} of {longest:,} tokens per step"

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvcli.kernels.selected_attention import AT_ONCE
 from kvcli.memory.tiers import nbytes
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.geometry import ModelGeometry
 from kvcli.runtime.layer_major import CHUNKS_ON_DEVICE, chunk_length, streamed
+from kvcli.runtime.own_selection import SCORES_AT_ONCE
 from kvcli.runtime.prefill import prefill_buffers
 
 _AT_ONCE = 256  # tokens; recurrences are computed by chunks of 64 to 256
@@ -66,10 +68,11 @@ class Workspace:
         if window is not None:
             length = together = min(length, window)
         chunk = min(length, chunk_length(device) if window is None else window)
-        hidden, host, away = itemsize * together * geometry.hidden_size, dict[str, int](), 0
+        states = itemsize * geometry.streams * geometry.hidden_size  # of a token
+        hidden, host, away = states * together, dict[str, int](), 0
         if window is None and streamed(geometry, together, itemsize, device):
             host["hidden states"] = hidden
-            hidden = itemsize * CHUNKS_ON_DEVICE * chunk * geometry.hidden_size
+            hidden = CHUNKS_ON_DEVICE * chunk * states
         needs = [itemsize * length * each.token_size for each in geometry.layers]
         if method is not None and alone:
             needs = [0 if method.caches[at].lends else size for at, size in enumerate(needs)]
@@ -94,6 +97,12 @@ class Workspace:
             "KV of a layer": buffers,
             "a chunk in a layer": itemsize * 2 * rotary * chunk + most - buffers,
         }
+        if geometry.selects is not None:
+            scratch = max(each.selects.scratch for each in geometry.layers if each.selects is not None)
+            read = chunk * geometry.selects.tokens * layer.num_kv_heads * layer.head_dim
+            gathered = min(AT_ONCE, torch.float32.itemsize * read)
+            scores = min(SCORES_AT_ONCE, scratch * chunk * length)
+            terms["the model's own selection"] = scores + 3 * gathered  # keys, values, both in fp32
         if geometry.form is not None:
             matrix = geometry.hidden_size * geometry.intermediate_size
             product = 2 * (wide + narrow) + geometry.form.beside(matrix, wide // itemsize, device, itemsize)

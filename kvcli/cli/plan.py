@@ -101,7 +101,8 @@ def plan(
     file, advise, gpu = output.output, run.advise, asked.gpu
     shape = replace(model, device=place.device, load_format="dummy")
     check_files({"-o": file}, shape, profiles=names(chosen.profile, "--profile"), settings=chosen.settings)
-    if advise and chosen.method is None and chosen.profile is None:
+    unnamed = chosen.method is None and chosen.profile is None
+    if advise and unnamed:
         from kvcli.capacity.planning.advice import METHODS as TRIED
 
         chosen = replace(chosen, method=",".join(TRIED))
@@ -134,6 +135,8 @@ def plan(
             observer.notice("no -m: planning for the small demo model that comes with kvcli")
         observer.stage("measure")
         subject, machine = _subject_and_machine(shape, told)
+        if unnamed and subject.geometry.selects is not None:
+            variants = compared(replace(chosen, method="full,native"))
         subjects = [subject]
         if advise and machine.placement is not None:
             raise usage_error(

@@ -95,7 +95,7 @@ def gpu_step_of(method: type[AnyMethod], config: MethodConfig | AnyMethod) -> st
 
     if method.step_plan is not Method.step_plan and config.stays_in_place:
         return GRAPH
-    return BLOCKING if method.wants_next_query else PIECEWISE
+    return BLOCKING if method.wants_next_query or method.blocking else PIECEWISE
 
 
 def read_card(name: str) -> Card:
@@ -109,7 +109,8 @@ def read_card(name: str) -> Card:
     if name in own_method_names():
         found = _classes(home := home_of(name)).values()
         (names,) = [each.names for each in found if each.module == home and "title" in each.names]
-        gpu_step = GRAPH if "step_plan" in names else BLOCKING if "wants_next_query" in names else PIECEWISE
+        blocking = "wants_next_query" in names or "blocking" in names
+        gpu_step = GRAPH if "step_plan" in names else BLOCKING if blocking else PIECEWISE
         return Card(**{field: names[field] for field in STATED}, gpu_step=gpu_step)
     method = get_method(name)
     return Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step_of(method, method.Config()))

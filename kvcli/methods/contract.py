@@ -139,6 +139,23 @@ def tiers_of_layer(method: AnyMethod, layers: Sequence[LayerGeometry], dense: in
     return replace(tiers, disk=tiers.disk.divided(retrieving))
 
 
+def refuse_selection(method: type[AnyMethod], config: MethodConfig, layers: Sequence[LayerGeometry]) -> None:
+    """Refuse a method that selects where the model does so itself, and a prompt read sparsely there.
+
+    Raises:
+        KvcliError: the method does not take the model's selection (usage).
+    """
+    selects = next((layer.selects for layer in layers if layer.selects is not None), None)
+    if selects is None:
+        return
+    model = f"this model's layers select by themselves, the {selects.name}"
+    if not method.takes_selection:
+        hint = "use native, with KV in host memory, or full, with everything on the device"
+        raise usage_error(f"{method.__name__} cannot be used: {model}", hint)
+    if config.prefill != "exact":
+        raise usage_error(f"prefill {config.prefill} cannot be used: {model}", "leave it at exact")
+
+
 def count_disk(context: SequenceContext, layer: int, cache: LayerCache) -> None:
     """Count the disk traffic of a layer's cache since the last call, and show its waits on their own timeline row."""
     if cache.disk is None:
@@ -310,8 +327,13 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     """Why the method cannot keep latents, which are key and value in one; None: it can."""
     wants_next_query: ClassVar[bool] = False
     """Whether `take_next_query` is called, one layer ahead of `attend`."""
+    takes_selection: ClassVar[bool] = False
+    """Whether the method attends to what the model selects by itself (`LayerGeometry.selects`)."""
+    blocking: ClassVar[bool] = False
+    """Whether steps on a GPU go phase after phase, because the model decides on the host within them."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
+        refuse_selection(type(self), config, layers)
         tiers = context.tiers = tiers_of_layer(self, layers, config.leading_dense_layers, context.tiers)
         self.config, self.context, self.caches = config, context, list[LayerCache]()
         self.retrieval: dict[int, CacheT] = {}

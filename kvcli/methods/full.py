@@ -5,6 +5,7 @@ from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
+from kvcli.kv.selected import ResidentSelectingCache
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.contract import Method
 from kvcli.methods.step import StepPlan
@@ -16,7 +17,7 @@ class FullConfig(MethodConfig):
 
 
 class Full(Method[FullConfig, DenseCache]):
-    """Every layer keeps and attends to everything."""
+    """Every layer keeps and attends to everything; or, where the model selects by itself, to what it selects."""
 
     Config = FullConfig
     title = "everything"
@@ -25,9 +26,12 @@ class Full(Method[FullConfig, DenseCache]):
     offloads = False
     group_consistent = True
     device_memory = "O(L)"
+    takes_selection = True
 
     def new_cache(self, layer: LayerGeometry) -> DenseCache:
         """Make a cache that keeps all tokens on the device."""
+        if layer.selects is not None:
+            return ResidentSelectingCache(layer, self.context.capacity, self.context.tiers)
         return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
 
     @property

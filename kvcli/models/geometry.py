@@ -22,6 +22,7 @@ from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import StoredTensor, quiet
 from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
+from kvcli.models.layers import OwnSelection as OwnSelection
 from kvcli.models.layers import StateGeometry as StateGeometry
 from kvcli.models.weights import WeightForm
 
@@ -79,6 +80,8 @@ class ModelGeometry:
     """The form of weights that are not in the dtype."""
     spared: tuple[str, ...] = ()
     """Linear layers whose weights are in the dtype all the same."""
+    streams: int = 1
+    """Hidden states of a token between layers: several with hyper-connections (arXiv 2409.19606)."""
 
     @property
     def weights(self) -> str:
@@ -89,6 +92,11 @@ class ModelGeometry:
     def depth(self) -> int:
         """Number of decoder layers, of any kind."""
         return len(self.decoder)
+
+    @property
+    def selects(self) -> OwnSelection | None:
+        """What the first of the layers that select by themselves selects; None if there are none."""
+        return next((layer.selects for layer in self.layers if layer.selects is not None), None)
 
     @property
     def strides(self) -> list[int]:
@@ -145,6 +153,7 @@ def geometry_of(
             for name, module in model.named_modules()
             if form and isinstance(module, nn.Linear) and id(module.weight) not in quantised
         ),
+        streams=getattr(text, "hc_mult", None) or 1,
     )
 
 
@@ -249,8 +258,6 @@ def _refuse(config: PreTrainedConfig) -> None:
     """Refuse models that the config alone shows to be unsupported."""
     if config.is_encoder_decoder:
         raise refusal(config, "it is an encoder-decoder model")
-    if getattr(config.get_text_config(decoder=True), "index_topk", None):
-        raise refusal(config, "its layers select tokens themselves, by an index of their own (sparse attention)")
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

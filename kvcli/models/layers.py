@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ class StateCache(Cache):
         self, number: int, tensors: Mapping[str, Tensor] | None = None, started: bool = False, states: int = 1
     ):
         self.state = LinearAttentionLayer(number_of_states=sum("conv" in name for name in tensors or ()) or states)
+        self.state.update_index = self.update_index  # type: ignore[attr-defined]
         super().__init__(layers=[self.state] * (number + 1))  # the module asks for its own
         for name, tensor in (tensors or {}).items():
             kind, at = name.split(".")
@@ -67,6 +68,7 @@ class StateCache(Cache):
             if kind == "conv":
                 self.state.conv_kernel_size[int(at)] = tensor.shape[-1]
         self.started = started
+        self.index_channels = 0  # of the keys that an index of the module's own was given
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the module's tensors: "conv.0" and "recurrent.0", if it has them, and those of further states."""
@@ -94,6 +96,15 @@ class StateCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Return 0, as no tokens are kept."""
         return 0
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:  # noqa: ARG002
+        """Take the keys of a module's own index [1, n, c]; return the shape of many tokens' [1, `_MANY`, c]."""
+        self.index_channels = indexer_key_states.shape[-1]
+        return indexer_key_states.new_empty(1, _MANY, self.index_channels)
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Do the same for keys [1, 1, n, c], as MiniMax M3's layers have them."""
+        return self.update_indexer(idx_k[:, 0], 0)[:, None]
 
     # MiniMax asks for these, as its layers have a cache class of their own.
 
@@ -161,20 +172,44 @@ class UseOf(TorchFunctionMode):
 
 _PROBE = "kvcli_probe"
 _FEW = 16  # tokens
+_MANY = 1 << 20  # more tokens than a model's own selection has
 # Arguments that kvcli's attention honours, or may ignore: it knows all that position_ids and the cache say.
 _UNDERSTOOD = {"scaling", "softcap", "s_aux", "sliding_window"}
 _UNDERSTOOD |= {"dropout", "is_causal", "position_ids", "use_cache", *CACHE_ARGUMENTS}
-# The exact classes: derived ones (indexed caches) store more.
+# The exact classes: derived ones store more.
 _KEYS_AND_VALUES = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
+SELECTIONS = ("indices", "block_indices")
+"""Arguments by which a module passes its own selection to attention: tokens [b, n, k] or blocks [b, Hk, n, k]."""
 _SUPPORTED_HINT = (
     "kvcli needs a decoder of layers that keep keys and values, with full or sliding-window attention, and perhaps of "
     "others that keep a state of fixed size; `kvcli doctor -m MODEL` says what a model's layers are"
 )
+
+
+class OwnSelection(NamedTuple):
+    """What a layer selects by itself (DeepSeek Sparse Attention, arXiv 2512.02556): `tokens` at most, for each query.
+
+    It scores all tokens by an index that has a key of `channels` numbers for each; 0 if it takes the selection of the
+    layer before. Scoring takes `scratch` bytes for each query and token. `heads` select on their own, all KV heads or
+    one for all, and `block` consecutive tokens together.
+    """
+
+    tokens: int
+    channels: int
+    scratch: int
+    heads: int = 1
+    block: int = 1
+
+    @property
+    def name(self) -> str:
+        """Say what is selected."""
+        whole = f"top {self.tokens // self.block:,} of "
+        return whole + ("tokens" if self.block == 1 else f"blocks of {self.block:,} tokens")
 
 
 @dataclass(frozen=True)
@@ -184,7 +219,8 @@ class LayerGeometry:
     `index` counts the layers that attend. `rope` is False if the layer uses no rotary positions (NoPE). If `chunked`,
     the window does not slide but is the chunk of that many tokens in which the query lies (Llama 4). In multi-head
     latent attention all query heads share one head, whose keys, which are also its values, end in a `latent` of that
-    many channels; the other channels are rotary.
+    many channels; the other channels are rotary. A layer that `selects` by itself keeps the keys of its index as well:
+    they are the first `index_channels` of the `head_dim` of every part of a token.
     """
 
     index: int
@@ -195,6 +231,12 @@ class LayerGeometry:
     rope: bool
     chunked: bool = False
     latent: int | None = None
+    selects: OwnSelection | None = None
+
+    @property
+    def index_channels(self) -> int:
+        """Channels of a head, in each part of a token, that hold a share of the token's index key; 0 without index."""
+        return 0 if self.selects is None else -(-self.selects.channels // (self.parts * self.num_kv_heads))
 
     @property
     def parts(self) -> int:
@@ -269,6 +311,8 @@ class LayerFinder:
         self.states: list[StateGeometry] = []
         self.decoder: list[DecoderLayer] = []
         self._seen: list[tuple[torch.Size, torch.Size, torch.Size]] = []  # by attention
+        self._selected: Tensor | None = None  # [1, 1, k] tokens or [1, Hk, 1, k] blocks, of the last layer that selects
+        self._selects = False  # whether the layer examined did
         self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
         rotary = getattr(decoder_of(model), "rotary_emb", None)
         # On the CPU: some choose their frequencies by the values of positions.
@@ -282,7 +326,8 @@ class LayerFinder:
         names = {module: name for name, module in model.named_modules()}
         with exporting(), compressed(model.modules()):  # kernels of other packages know no meta device
             for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
-                found = [self._examine(place, module) for module in _with_cache(layer)]
+                indexed = place < len(self._kv) and _has_index(self._kv[place])
+                found = [self._examine(place, module) for module in _with_cache(layer, indexed)]
                 attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
                 if max(len(attention), len(state)) > 1:
                     raise refusal(model.config, "several modules of a decoder layer attend, or keep a state")
@@ -303,11 +348,19 @@ class LayerFinder:
         if form in self._alike:  # a recurrence is slow to run, even on shapes
             self._keeps(module, *self._alike[form])
             return None, module
-        before, state = len(self._seen), self._new_state(module)
+        before, state, self._selects = len(self._seen), self._new_state(module), False
         rope = self._run(place, module, 1, state, tree_leaves)
         attends, tensors = len(self._seen) > before, state.tensors()
         if attends:
-            self.layers.append(self._attends(place, module, rope))
+            layer = self._attends(place, module, rope)
+            if self._selects and self._selected is not None:
+                few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
+                block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
+                scratch = -(-(more - few) // (_FEW * _MANY))
+                selects = OwnSelection(block * self._selected.shape[-1], state.index_channels, scratch, heads, block)
+                layer = replace(layer, selects=selects)
+                layer = replace(layer, head_dim=layer.head_dim + layer.index_channels)
+            self.layers.append(layer)
         if tensors:
             resumes = self._resumes(place, module, tensors)
             found = tensors, resumes, cache(partial(self._temporaries, place, module, resumes))
@@ -326,7 +379,7 @@ class LayerFinder:
             raise refusal(self.model.config, f"its keys have {key[-1]} dimensions and its values {value[-1]}")
         latent = Latent.of(module)
         kv = self._kv[place] if place < len(self._kv) else None
-        if type(kv) not in _KEYS_AND_VALUES:
+        if type(kv) not in _KEYS_AND_VALUES and not _has_index(kv):
             raise refusal(self.model.config, f"layer {place} shares its keys and values, or keeps them in another form")
         window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None
         chunked = window is not None and _kind_of(self.text, place) == "chunked_attention"
@@ -349,16 +402,16 @@ class LayerFinder:
 
     def _temporaries(self, place: int, module: nn.Module, resumes: bool, tokens: int) -> int:
         """Count the bytes that a module takes; for one that reads token by token, extrapolate from a few tokens."""
-
-        def most(tokens: int) -> int:
-            with exporting(), quiet(), torch.inference_mode(), PeakBytes() as peak:
-                self._run(place, module, tokens, self._new_state(module), lambda _: [])
-            return int(peak.most)
-
         if resumes or tokens <= 2 * _FEW:
-            return most(tokens)
-        few = most(_FEW)
-        return few + (tokens - _FEW) * (most(2 * _FEW) - few) // _FEW
+            return self._most(place, module, tokens)
+        few = self._most(place, module, _FEW)
+        return few + (tokens - _FEW) * (self._most(place, module, 2 * _FEW) - few) // _FEW
+
+    def _most(self, place: int, module: nn.Module, tokens: int) -> int:
+        """Count the bytes that a module takes for some tokens."""
+        with exporting(), quiet(), torch.inference_mode(), PeakBytes() as peak:
+            self._run(place, module, tokens, self._new_state(module), lambda _: [])
+        return int(peak.most)
 
     def _run(
         self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
@@ -371,24 +424,33 @@ class LayerFinder:
                 positions = torch.zeros(tokens, dtype=torch.long)
                 angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
                 angles = tree_map(lambda x: x.to("meta"), angles)
-            given = {
+            given: dict[str, Any] = {
                 "attention_mask": None,
                 "position_embeddings": angles,
                 "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),
+                "shared_kv_states": {},  # of layers before, which no layer served here reads
                 **dict.fromkeys(CACHE_ARGUMENTS, cache),
             }
             hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
+            if place < len(self._kv) and _has_index(self._kv[place]):
+                given["attention_mask"] = torch.ones(1, 1, tokens, _MANY, dtype=torch.bool, device="meta")
+                given["prev_topk_indices"] = self._selected
             taken = _parameters(module)
             with UseOf(watched(angles)) as use:
                 module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
         except Exception as error:
-            raise refusal(self.model.config, f"{type(module).__name__} has an unknown form ({error})") from error
+            indexed = place < len(self._kv) and _has_index(self._kv[place])
+            form = "selects by an index that is not served yet" if indexed else "has an unknown form"
+            raise refusal(self.model.config, f"{type(module).__name__} {form} ({error})") from error
         return bool(use.found)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Record the shapes that a module passes to attention."""
+        """Record the shapes that a module passes to attention, and its selection."""
+        for name in SELECTIONS:
+            if (indices := kwargs.pop(name, None)) is not None:
+                self._selected, self._selects, attention_mask = indices, True, None
         unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
         if attention_mask is not None or unknown:
             raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
@@ -398,18 +460,30 @@ class LayerFinder:
         return out if latent is None else latent.value(out), None
 
 
+def _has_index(kv: object) -> bool:
+    """Whether a layer's cache in transformers keeps the keys of an index, by which the layer selects."""
+    return hasattr(kv, "update_indexer") or hasattr(kv, "update_index")
+
+
+def block_of(module: nn.Module) -> int:
+    """Return how many consecutive tokens an attention module selects together."""
+    return next((int(each.block_size) for each in module.modules() if hasattr(each, "block_size")), 1)  # type: ignore[arg-type]
+
+
 def _kind_of(text: PreTrainedConfig, place: int) -> str | None:
     kinds = getattr(text, "layer_types", None)
     return None if kinds is None else kinds[place]
 
 
-def _with_cache(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a decoder layer that attend or keep a state, by their arguments."""
+def _with_cache(layer: nn.Module, indexed: bool) -> Iterator[nn.Module]:
+    """Yield the modules of a decoder layer that attend or keep a state, by their arguments; no index within them."""
+    inside = {layer}
     for module in layer.modules():
-        if module is not layer and hasattr(module, "layer_idx"):
+        if module not in inside and hasattr(module, "layer_idx"):
             taken = _parameters(module)
             if {"attention_mask", "position_embeddings"} <= taken or not taken.isdisjoint(CACHE_ARGUMENTS):
                 yield module
+                inside |= {*module.modules()} if indexed else set()
 
 
 def _number(module: nn.Module) -> int:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcli.errors import usage_error
 from kvcli.inputs.profiles import Profile, reference_profile
 from kvcli.kernels.block_attention import attention_scores
 from kvcli.kernels.softmax import Softmax
@@ -249,8 +250,11 @@ def measure(
     read it exactly; `stepped` with the place of each profile and its method after every step.
 
     Raises:
-        KvcliError: NaN or infinity in the reference's logits.
+        KvcliError: NaN or infinity in the reference's logits; the model selects by itself (usage).
     """
+    if engine.model.geometry.selects is not None:
+        what = "closeness is measured against attention to everything, but this model's layers select by themselves"
+        raise usage_error(what, "native and full attend to exactly what the model selects")
     prompt, continuation = passage.prompt, passage.continuation
     contexts = [engine.context(len(prompt), len(continuation), passage.question) for _ in (*profiles, "reference")]
     *methods, reference = map(engine.method, [*profiles, reference_profile()], contexts)

@@ -17,11 +17,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.selected import with_index
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model, state_modules
 from kvcli.models.latent import Latent, Temperature, compressed, taken_out
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.device_transfer import Carrier, DeviceTransfer, on_its_devices
+from kvcli.runtime.own_selection import IndexCache, selected_of, selecting
 from kvcli.runtime.recurrent import States, stateful
 
 NAME = "kvcli"
@@ -48,7 +50,8 @@ class Hook:
         self.latents = [Latent.of(module) for module in modules]
         self.temperatures = [Temperature.of(module) for module in modules]
         self.positions = torch.empty(0)  # [b, n] of the tokens that go through a layer
-        self._handler: Handler | None = None
+        self.index: IndexCache | None = None  # of the layer that runs, if it selects by itself
+        self.handler: Handler | None = None  # of the current run
 
     def run(
         self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int = 1, states: States | None = None
@@ -60,13 +63,13 @@ class Hook:
         the device where tokens go in.
         """
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        before, self._handler, self.states = (self._handler, self.states), handler, states
+        before, self.handler, self.states = (self.handler, self.states), handler, states
         try:
             with self.at(positions), nullcontext() if self.transfer is None else self.transfer.running():
                 given = {name: tokens, "position_ids": positions}
                 out = self.model(**given, use_cache=False, logits_to_keep=keep)
         finally:
-            self._handler, self.states = before  # a run may come between the chunks of another one
+            self.handler, self.states = before  # a run may come between the chunks of another one
         logits: Tensor = out.logits
         return logits if self.transfer is None else self.transfer.there(logits, self.transfer.first)
 
@@ -118,8 +121,8 @@ class Hook:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Pass a layer's attention on to the handler of the current run."""
-        assert self._handler is not None
-        return self._handler(layer, q, k, v, softmax)
+        assert self.handler is not None
+        return self.handler(layer, q, k, v, softmax)
 
 
 @contextmanager
@@ -140,7 +143,7 @@ def _routed(model: PreTrainedModel, hook: Hook) -> Iterator[Hook]:
     model.set_attn_implementation(NAME)
     try:
         states = stateful(state_modules(model), hook.geometry.states, lambda: hook.states)
-        with taken_out(modules), compressed(modules), states:
+        with taken_out(modules), compressed(modules), states, selecting(hook):
             yield hook
     finally:
         model.set_attn_implementation(before)
@@ -157,12 +160,16 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
-    if attention_mask is not None:
-        raise RuntimeError("transformers built an attention mask although the attention has no mask function")
     hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.kvcli_layer)
+    if attention_mask is not None and hook.index is None:
+        raise RuntimeError("transformers built an attention mask although the attention has no mask function")
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    if hook.index is not None:
+        softmax = softmax._replace(selected=selected_of(given, hook.positions, hook.index.block))
+        if hook.index.keys is not None:
+            key, value = with_index(hook.index.keys, key, value, hook.geometry.layers[layer])
     query, latent = hook.tempered(layer, query), hook.latents[layer]
     if latent is None:
         return hook.attend(layer, query, key, value, softmax), None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from kvcli.kernels._numba import compiling
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.selected import SelectingCache
 from kvcli.methods.card import BLOCKING
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
@@ -38,11 +40,17 @@ class BlockingPipeline:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with one token per sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
         outs = [
-            method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], softmax)  # [H, d]
+            method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], softmax.of(row))  # [H, d]
             for row, method in enumerate(self.methods)
         ]
         outs += outs[-1:] * (len(q) - len(outs))
         return torch.stack(outs)[:, None]
+
+    def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
+        """Return each sequence's index keys [n, c] of its tokens so far; `keys` [b, 1, c] are the newest ones'."""
+        caches = [cast(SelectingCache, method.caches[layer]) for method in self.methods]
+        earlier = [cache.index() for cache in caches]
+        return earlier + earlier[-1:] * (len(keys) - len(earlier))
 
 
 class Stepper(ABC):

@@ -20,6 +20,7 @@ from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.gpu.recorder import Point, Streams, streams_for
+from kvcli.runtime.own_selection import joined
 
 # The hidden states of prompts between the layers: on the device, or in host memory beyond a size.
 
@@ -35,7 +36,7 @@ def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.
 
     They cannot if layers with a state read a prompt in one piece.
     """
-    large = tokens * geometry.hidden_size * itemsize >= STREAMED_BYTES
+    large = tokens * geometry.streams * geometry.hidden_size * itemsize >= STREAMED_BYTES
     return device.type == "cuda" and large and all(state.resumes for state in geometry.states)
 
 
@@ -126,13 +127,13 @@ class StreamedHiddenStates:
         self._arriving.append((at, target[None], arrived))
 
     def _memory(self, at: int, like: Tensor) -> Tensor:
-        """Return a part's rows; the first layer allocates memory for all rows like those of `like` [1, m, D]."""
+        """Return a part's rows; the first layer allocates memory for all rows like those of `like` [1, m, ..]."""
         if not self._host:
-            tiers, width = Tiers.for_device(like.device, like.dtype), like.shape[2]
-            most = max(1, PIECE_BYTES // (width * like.dtype.itemsize))
+            tiers, width = Tiers.for_device(like.device, like.dtype), like.shape[2:]
+            most = max(1, PIECE_BYTES // (width.numel() * like.dtype.itemsize))
             for parts in _gathered(self.parts, most):
                 begin, end = parts[0].start, parts[-1].stop
-                memory = tiers.on_host_async(end - begin, width, urgent=True)
+                memory = tiers.on_host_async(end - begin, *width, urgent=True)
                 self._host += [(memory, slice(part.start - begin, part.stop - begin)) for part in parts]
         return self._rows(at)
 
@@ -263,13 +264,14 @@ def _by_parts(
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # hidden_states [1, s, D]
         states = streamed or ResidentHiddenStates(hidden_states)
-        kept = []
+        kept, beside = [], []  # what a layer passes on to the next one beside hidden states
         for part, positions in zip(parts, [hook.positions[:, part] for part in parts], strict=True):
             cut_args = [_cut(arg, part, length) for arg in args]
             cut_kwargs = {name: _cut(arg, part, length) for name, arg in kwargs.items()}
             with hook.at(positions):
                 out = forward(states.read(part), *cut_args, **cut_kwargs)
             made = out[0] if isinstance(out, tuple) else out
+            beside.append(out[1:] if isinstance(out, tuple) else ())
             if last is None:
                 states.write(part, made)
             else:  # copies, so that the rest of a part is freed
@@ -277,7 +279,7 @@ def _by_parts(
                 kept += [made[:, row : row + 1].clone() for row in rows]
             advance(part.stop - part.start)
         done = hidden_states if last is None else torch.cat(kept, 1)
-        return (done,) if isinstance(out, tuple) else done
+        return (done, *joined(beside)) if isinstance(out, tuple) else done
 
     return run
 

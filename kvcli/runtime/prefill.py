@@ -24,8 +24,10 @@ from torch import Tensor
 
 from kvcli.kernels.block_attention import add_sinks, block_attention
 from kvcli.kernels.prefill_attention import ROWS, AShape, Pattern, prefill_attention, sparse_attention, vertical_slash
+from kvcli.kernels.selected_attention import selected_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import LayerCache, both
+from kvcli.kv.selected import index_keys
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.pinned import host_memory
 from kvcli.methods.config import PrefillPattern
@@ -370,14 +372,17 @@ class PrefillAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
         if self.branch is None:
-            self._begin(layer, q, k)
+            self._begin(layer, k)
         assert self.branch is not None
         stop = self.done + k.shape[2]
         self.kv[0, :, self.done : stop] = k[0]
         self.kv[-1, :, self.done : stop] = v[0]
         seen_k, seen_v = both(self.kv[:, :, :stop])
         geometry = self.layers[layer]
-        if self.sparse is not None and geometry.window is None:
+        if softmax.selected is not None:
+            keys, values = (x[..., geometry.index_channels :] for x in (seen_k, seen_v))
+            out = selected_attention(q[0], keys, values, softmax.of(0))
+        elif self.sparse is not None and geometry.window is None:
             out = self.sparse(layer, q[0], seen_k, seen_v, softmax)
         else:
             out = prefill_attention(q[0], seen_k, seen_v, softmax, geometry.window, geometry.chunked)
@@ -392,16 +397,22 @@ class PrefillAttention:
             self.common_q = self.q if stop == self.start else self.common_q
         return out.transpose(0, 1)[None]
 
-    def _begin(self, layer: int, q: Tensor, k: Tensor) -> None:
-        """Make room for a layer, given q [1, H, n, d] and k [1, Hk, n, d] of its first chunk, and fill in known KV."""
+    def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
+        """Return the index keys [n, c] of the tokens so far, before the next chunk's `keys` [1, m, c]."""
+        if self.branch is None:
+            self._begin(layer, keys)
+        return [index_keys(self.kv[:, :, : self.done], self.layers[layer])]
+
+    def _begin(self, layer: int, like: Tensor) -> None:
+        """Make room for a layer, on the device and in the dtype of `like`, and fill in known KV."""
         self.kv = torch.empty(0)  # releases the buffer first, so that one fewer is needed
         # The common part is read once, into rows that all prompts copy.
         lent = self.consumers[0].lend(layer, self.lengths[0]) if len(self.consumers) == 1 else None
         self.lent = lent is not None
-        self.offloader = self.offloaders.on(k.device)
-        shape = self.layers[layer].parts, k.shape[1], max(self.lengths), k.shape[3]
-        self.kv = self.offloader.buffer(shape, k.dtype) if lent is None else lent
-        self.q = self.common_q = q.new_empty(q.shape[1], 0, q.shape[3])
+        self.offloader, geometry = self.offloaders.on(like.device), self.layers[layer]
+        shape = geometry.parts, geometry.num_kv_heads, max(self.lengths), geometry.head_dim
+        self.kv = self.offloader.buffer(shape, like.dtype) if lent is None else lent
+        self.q = self.common_q = like.new_empty(geometry.num_heads, 0, geometry.head_dim - geometry.index_channels)
         self.branch, self.done = 0, self.branches.skip
         if self.branches.known is not None:
             self.branches.known.fill(layer, self.kv[:, :, : self.done])

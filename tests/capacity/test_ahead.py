@@ -22,7 +22,8 @@ OFFLOADING = [name for name in method_names() if get_method(name).offloads]
 def test_a_sequence_takes_all_that_was_prepared_for_it(name):
     method = get_method(name)
     wanted = {key: value for key, value in SMALL.items() if key in method.Config.model_fields}
-    profile, geometry = resolve_profile(method=name, overrides=wanted), geometry_of(tiny_config("llama"), torch.float32)
+    family = "deepseek_v32" if name == "native" else "llama"
+    profile, geometry = resolve_profile(method=name, overrides=wanted), geometry_of(tiny_config(family), torch.float32)
     tensors = host_tensors(profile, geometry, torch.float32, 200, 30)
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors]
     assert sum(sizes) > 0

@@ -1,10 +1,15 @@
+from dataclasses import replace
+
 import pytest
-from families import VOCAB, tiny_checkpoint
+import torch
+from families import VOCAB, tiny_checkpoint, tiny_config
 
 from kvcli.capacity import pipelines
+from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.methods import get_method
 from kvcli.methods.card import BLOCKING, GRAPH, PIECEWISE, gpu_step_of
+from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime import pipeline as steppers
 from kvcli.runtime.engine import engine
@@ -34,7 +39,15 @@ def watched(kind, made):
     return make
 
 
-@pytest.mark.parametrize("name", profile_names())
+def test_the_models_own_selection_is_blocking(checkpoint):
+    geometry = geometry_of(tiny_config("deepseek_v32"), torch.float32)
+    for method in ("native", "full"):
+        assert pipelines.choose("auto", resolve_profile(method), replace(checkpoint, geometry=geometry)) == "blocking"
+        with pytest.raises(KvcliError, match="blocking pipeline alone"):
+            pipelines.choose("overlapped", resolve_profile(method), replace(checkpoint, geometry=geometry))
+
+
+@pytest.mark.parametrize("name", [name for name in profile_names() if name != "native"])
 def test_every_shipped_profile_is_served_by_the_pipeline_that_its_method_promises(name, checkpoint, model, monkeypatch):
     profile, made = resolve_profile(profile=name), []
     promised = gpu_step_of(get_method(profile.method), profile.settings)

@@ -22,7 +22,7 @@ MAX_POSITIONS = 4096
 BOS, EOS, PAD = 0, 1, 2
 
 # The implementations that serve as the reference where sdpa is refused or lacks what the family needs.
-EAGER = frozenset({"gemma2", "gpt_oss"})
+EAGER = frozenset({"gemma2", "gpt_oss", "hy_v4", "hy_v4_images"})
 
 
 def config_of(name: str, **extra: object) -> PreTrainedConfig:
@@ -199,10 +199,60 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models of other kinds than `FAMILIES`: every method runs on each once."""
 
+# So many heads that no two tokens score the same: what lies below zero in all of them scores nothing, and ties are
+# broken by chance.
+_INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
+_SHARED = {"indexer_types": _alternating("full", "shared")}
+_BLOCKS = {"index_n_heads": KV_HEADS, "index_head_dim": HEAD_DIM, "index_block_size": 4, "index_topk_blocks": 3}
+
+_HY_V4 = {**EXPERTS, **LATENT, **_INDEX, **_SHARED, "q_lora_rank": 24}
+_HY_V4_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_WINDOWED = {**LATENT, "num_attention_heads": HEADS, "q_lora_rank": 24, "head_dim": 16}
+
+SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek_v32": lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
+    "glm_moe_dsa": lambda: config_of("GlmMoeDsaConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, q_lora_rank=24),
+    "axk2": lambda: config_of("AXK2Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
+    "hy_v4": lambda: config_of("HYV4Config", **_HY_V4),
+    "hy_v4_images": lambda: transformers.HYV4VLConfig(
+        text_config={
+            **config_of("HYV4Config", **_HY_V4).to_dict(),
+            "model_type": "hy_v4_vl_text",
+            "rope_parameters": _HY_V4_AXES,
+        },
+        tie_word_embeddings=False,
+    ),
+    "mistral_large4": lambda: _with_vision(
+        "MistralLarge4Config",
+        config_of("MistralLarge4TextConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, rope_parameters=_YARN),
+        {"model_type": "pixtral", "head_dim": HEAD_DIM, **_VISION, **_PATCHES},
+        image_token_index=5,
+    ),
+    "dots3_note": lambda: config_of(
+        "Dots3NoteTextConfig",
+        **{**EXPERTS, **LATENT, **_INDEX},
+        **{f"swa_{name}": size for name, size in _WINDOWED.items()},
+        q_lora_rank=24,
+        sliding_window=WINDOW,
+        layer_types=_alternating(_SLIDING, "indexed_attention"),
+    ),
+    "minimax_m3": lambda: config_of(
+        "MiniMaxM3VLTextConfig",
+        layer_types=["full_attention", *["minimax_m3_sparse"] * (LAYERS - 1)],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        dense_intermediate_size=96,
+        shared_intermediate_size=32,
+        rotary_dim=8,
+        **_BLOCKS,
+    ),
+}
+"""Models that select what they attend to by an index of their own."""
+
 
 def tiny_config(family: str, layers: int = LAYERS) -> PreTrainedConfig:
     """Make the family's config, cut or repeated to `layers` layers; hybrids keep their own number of layers."""
-    config = {**FAMILIES, **KINDS, **HYBRIDS}[family]()
+    config = {**FAMILIES, **KINDS, **HYBRIDS, **SELECTING}[family]()
     if layers == LAYERS:
         return config
     config.num_hidden_layers = layers

@@ -11,7 +11,7 @@ import torch
 from kvcli.methods import get_method, method_names
 from kvcli.methods.card import MEMORY_SYMBOLS, STATED, Card, gpu_step_of, read_card, setting_names
 from kvcli.methods.contract import SequenceContext
-from kvcli.models.geometry import LayerGeometry
+from kvcli.models.geometry import LayerGeometry, OwnSelection
 
 HEADS, KV_HEADS, D, LAYERS = 8, 4, 32, 4
 WIDTH = KV_HEADS * D
@@ -23,7 +23,9 @@ BUDGETED = [name for name in method_names() if "budget" in get_method(name).Conf
 def planned(name, capacity, prompt):
     """The method on the meta device with its default settings, but that no layer is dense."""
     method = get_method(name)
-    layers = [LayerGeometry(index, HEADS, KV_HEADS, D, None, True) for index in range(LAYERS)]
+    # A model that selects by itself, for the method that is about these.
+    own, width = (OwnSelection(2048, WIDTH, 1), D + D // 2) if name == "native" else (None, D)
+    layers = [LayerGeometry(index, HEADS, KV_HEADS, width, None, True, selects=own) for index in range(LAYERS)]
     context = SequenceContext.of(LAYERS, torch.device("meta"), torch.bfloat16, capacity, prompt_tokens=prompt)
     fields = method.Config.model_fields
     return method(method.Config(**({"dense_layers": 0} if "dense_layers" in fields else {})), layers, context)

@@ -188,7 +188,7 @@ def test_attention_with_unknown_arguments_is_refused(monkeypatch):
     attention = transformers.models.llama.modeling_llama.LlamaAttention
     forward = attention.forward
     monkeypatch.setattr(attention, "forward", lambda self, *args, **kwargs: forward(self, *args, tilt=3, **kwargs))
-    monkeypatch.setattr("kvcli.models.layers._with_cache", lambda layer: [layer.self_attn])
+    monkeypatch.setattr("kvcli.models.layers._with_cache", lambda layer, indexed: [layer.self_attn])
     monkeypatch.setattr("kvcli.models.layers._parameters", lambda _: {"attention_mask", "position_embeddings"})
     with pytest.raises(KvcliError, match="hands tilt to attention"):
         geometry_of(FAMILIES["llama"](), torch.float32)

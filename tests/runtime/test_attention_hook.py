@@ -2,6 +2,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
 
+from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import attention_modules
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.decode import BlockingPipeline
@@ -69,6 +70,6 @@ def test_blocking_pipeline_keeps_rows_apart():
             return q * self.factor
 
     q, k = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 1, 8)
-    out = BlockingPipeline([Echo(1), Echo(2), Echo(3)])(0, q, k, k, None)
+    out = BlockingPipeline([Echo(1), Echo(2), Echo(3)])(0, q, k, k, Softmax(1.0))
     assert out.shape == (3, 1, 4, 8)
     assert torch.equal(out[2, 0], q[2, :, 0] * 3)

@@ -111,7 +111,7 @@ def test_each_retrieving_layer_is_told_what_it_makes_of_the_input_of_the_layer_b
         for head in heads:
             head.remove()
         steps, queries = dict(inputs), {}
-        hook._handler = attend
+        hook.handler = attend
         for layer, module in enumerate(modules[1:], 1):  # the layer itself, run on what the one before got
             module(**{**steps[layer], "hidden_states": steps[layer - 1]["hidden_states"]})
     assert sorted(method.told) == [layer for layer in sorted(method.retrieval) if layer > 0]

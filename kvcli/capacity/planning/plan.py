@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from kvcli.capacity import memory
+from kvcli.capacity import memory, unnamed
 from kvcli.capacity.disk import disk_tier
 from kvcli.capacity.memory import RUNTIME_BYTES, Need
 from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Times, estimate
@@ -143,7 +143,9 @@ def plan(
     if disk is not None and not any(profile.settings.on_host for _, profile in profiles):
         disk_tier(disk, profiles[0][1], machine.device, 1)
     forms: list[SmallerForm] | None = None
-    for (label, profile), context, batch in product(profiles, contexts, batches):
+    for (label, named), context, batch in product(profiles, contexts, batches):
+        profile = unnamed.native(named, subject.geometry)
+        label = label if profile is named else profile.name
         tier = disk_free = None
         if disk is not None and profile.settings.on_host:
             tier = disk_tier(disk, profile, machine.device, batch, machine.free["host"])

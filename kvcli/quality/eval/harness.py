@@ -13,6 +13,7 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from kvcli.capacity import unnamed
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import EncodedPrompt
 from kvcli.inputs.profiles import refuse_mismatch, resolve_profile
@@ -45,8 +46,8 @@ class KvcliModel(LM):  # type: ignore[misc, unused-ignore]
         **settings: Any,
     ):
         super().__init__()
-        self.profile = resolve_profile(method, profile, settings)
         checkpoint = open_checkpoint(ModelSpec(pretrained, device or "auto", dtype))
+        self.profile = unnamed.native(resolve_profile(method, profile, settings), checkpoint.geometry)
         refuse_mismatch(self.profile, checkpoint)
         self.model = checkpoint.load()
         self.max_gen_toks = max_gen_toks

@@ -1,0 +1,45 @@
+"""Attention of several queries, each to the tokens that the model itself selected for it.
+
+    out_hi = sum_{j in S_i} softmax_{j in S_i}(scale * q_hi . k_j)_j v_j
+
+Shapes: q [H, m, d], k and v [Hk, n, d], selected [1 or Hk, m, c] -> out [H, m, d]. All heads of a query read the same
+tokens, as in DeepSeek Sparse Attention (arXiv 2512.02556), or those of a KV head do. Memory grows with m * c, for a
+bounded number of queries at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.block_attention import attention_scores
+from kvcli.kernels.page_table import EMPTY, distinct
+from kvcli.kernels.softmax import Softmax
+
+AT_ONCE = 1 << 26
+"""Bytes of gathered keys at once."""
+
+
+def selected_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Attend to `softmax.selected` [1 or Hk, m, c] -> [H, m, d]; EMPTY is no token. A few queries at a time."""
+    selected = softmax.selected
+    assert selected is not None
+    gathered = selected.shape[2] * k.shape[0] * k.shape[2] * torch.float32.itemsize
+    rows = max(1, AT_ONCE // max(1, gathered))
+    parts = [slice(start, start + rows) for start in range(0, q.shape[1], rows)]
+    return torch.cat([_attend(q[:, part], k, v, selected[:, part], softmax) for part in parts], 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
+    num_heads, m, d = q.shape
+    tokens, heads = selected.clamp(min=0), torch.arange(len(k), device=k.device)[:, None, None]
+    keys, *values = (x[heads, tokens] for x in distinct(k, v))  # [Hk, m, c, d]
+    queries = q.reshape(len(k), -1, m, d).transpose(1, 2)  # [Hk, m, G, d]
+    scores = attention_scores(queries, keys, softmax)  # [Hk, m, G, c]
+    scores = scores.masked_fill_((selected == EMPTY)[:, :, None], float("-inf"))
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.to(scores.dtype).view(len(k), 1, -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : selected.shape[2]]
+    out = weights @ (values or [keys])[0].to(weights.dtype)
+    return out.to(q.dtype).transpose(1, 2).reshape(num_heads, m, -1)

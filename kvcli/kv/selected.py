@@ -1,0 +1,89 @@
+"""Tokens of layers that select by themselves, with the keys of the model's own index.
+
+A token's index key travels with its keys and values: a share of it in the first channels of every head and part. So
+whatever takes, saves or shares keys and values takes the index with them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import override
+
+from kvcli.kernels.selected_attention import selected_attention
+from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import DenseCache, LayerCache, Tiers
+from kvcli.memory.tiers import Traffic
+from kvcli.models.geometry import LayerGeometry
+
+
+def with_index(index: Tensor, k: Tensor, v: Tensor, layer: LayerGeometry) -> tuple[Tensor, Tensor]:
+    """Put index keys [b, n, c] in front of k and v [b, Hk, n, d]; return both, now [.., head_dim] wide."""
+    (b, n, c), heads, width = index.shape, layer.num_kv_heads, layer.index_channels
+    shares = pad(index, (0, layer.parts * heads * width - c)).view(b, n, layer.parts, heads, width)
+    first, *second = shares.permute(2, 0, 3, 1, 4)  # [b, Hk, n, width] each
+    with_keys = torch.cat((first, k), -1)
+    return with_keys, torch.cat((second[0], v), -1) if second else with_keys
+
+
+def index_keys(kv: Tensor, layer: LayerGeometry) -> Tensor:
+    """Return the index keys [n, c] of tokens with kv [t, Hk, n, at least the index channels]."""
+    assert layer.selects is not None
+    shares = kv[..., : layer.index_channels].permute(2, 0, 1, 3)  # [n, t, Hk, width]
+    return shares.flatten(1)[:, : layer.selects.channels]
+
+
+class SelectingCache(LayerCache):
+    """The KV of a layer that selects by itself."""
+
+    layer: LayerGeometry
+    selected: Tensor | None = None
+    """[1 or Hk, k] tokens of the last step, EMPTY for none."""
+
+    @abstractmethod
+    def index(self) -> Tensor:
+        """Return the index keys of all tokens so far: [length, c]."""
+
+    @override
+    def attended(self) -> Tensor:
+        heads = self.layer.num_kv_heads
+        mask = torch.zeros(heads, self.length + 1, dtype=torch.bool)  # EMPTY is the last one
+        if self.selected is not None:
+            mask.scatter_(1, self.selected.expand(heads, -1).cpu() % (self.length + 1), True)
+        return mask[:, :-1]
+
+
+class ResidentSelectingCache(SelectingCache, DenseCache):
+    """Everything on the device, [t, Hk, capacity, d], where a step attends to what the model selects."""
+
+    lends = True
+
+    def __init__(self, layer: LayerGeometry, capacity: int, tiers: Tiers):
+        super().__init__(layer.num_kv_heads, layer.head_dim, capacity, tiers)
+        self.layer = layer
+
+    @override
+    def index(self) -> Tensor:
+        return index_keys(self.kv[:, :, : self.length], self.layer)
+
+    @override
+    def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
+        assert softmax.selected is not None
+        self.selected, first = softmax.selected[:, 0], self.layer.index_channels
+        k, v = (rows[:, : self.length, first:] for rows in (self.k, self.v))
+        return selected_attention(q[:, None], k, v, softmax)[:, 0]
+
+    @override
+    def traffic(self, length: int) -> Traffic:
+        return selection_traffic(self.layer, length, self.kv.element_size())
+
+
+def selection_traffic(layer: LayerGeometry, length: int, itemsize: int) -> Traffic:
+    """Estimate what a step reads on the device of a layer that selects by itself, once it has seen `length` tokens."""
+    assert layer.selects is not None
+    rows, index = layer.parts * layer.num_kv_heads * itemsize, layer.index_channels
+    scored = length * rows * index
+    return Traffic(min(length, layer.selects.tokens) * rows * (layer.head_dim - index), scored=scored)
