@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
@@ -184,7 +184,8 @@ class LayerGeometry:
     `index` counts the layers that attend. `rope` is False if the layer uses no rotary positions (NoPE). If `chunked`,
     the window does not slide but is the chunk of that many tokens in which the query lies (Llama 4). In multi-head
     latent attention all query heads share one head, whose keys, which are also its values, end in a `latent` of that
-    many channels; the other channels are rotary.
+    many channels; the other channels are rotary. `readers` later layers have no KV of their own and attend to that of
+    this one.
     """
 
     index: int
@@ -195,6 +196,7 @@ class LayerGeometry:
     rope: bool
     chunked: bool = False
     latent: int | None = None
+    readers: int = 0
 
     @property
     def parts(self) -> int:
@@ -236,11 +238,27 @@ class StateGeometry:
         return sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in self.tensors)
 
 
+class Reader(NamedTuple):
+    """The name of a module that attends to the KV of an earlier layer, and the number of that layer."""
+
+    name: str
+    layer: int
+
+
 class DecoderLayer(NamedTuple):
-    """The names of the modules of a decoder layer that attend and that keep a state, or None."""
+    """The names of the modules of a decoder layer that keep KV and that keep a state, or None.
+
+    A layer without KV of its own may have a `reader` of another layer's.
+    """
 
     attention: str | None
     state: str | None
+    reader: Reader | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the layer keeps anything of the tokens that it has seen."""
+        return self.attention is not None or self.state is not None
 
 
 def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> str | None:
@@ -268,7 +286,9 @@ class LayerFinder:
         self.layers: list[LayerGeometry] = []
         self.states: list[StateGeometry] = []
         self.decoder: list[DecoderLayer] = []
-        self._seen: list[tuple[torch.Size, torch.Size, torch.Size]] = []  # by attention
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # queries, keys and values of every attention
+        self._keys: list[Tensor] = []  # of each layer that keeps KV, by which later ones that read it are recognised
+        self._passed: dict[Any, Any] = {}  # what layers pass on to later ones
         self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
         rotary = getattr(decoder_of(model), "rotary_emb", None)
         # On the CPU: some choose their frequencies by the values of positions.
@@ -282,15 +302,26 @@ class LayerFinder:
         names = {module: name for name, module in model.named_modules()}
         with exporting(), compressed(model.modules()):  # kernels of other packages know no meta device
             for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
+                self._read: int | None = None  # the layer whose KV this one reads
                 found = [self._examine(place, module) for module in _with_cache(layer)]
                 attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
                 if max(len(attention), len(state)) > 1:
                     raise refusal(model.config, "several modules of a decoder layer attend, or keep a state")
-                self.decoder.append(DecoderLayer(*(next(iter(each), None) for each in (attention, state))))
+                own, kept = (next(iter(each), None) for each in (attention, state))
+                if self._read is None:
+                    self.decoder.append(DecoderLayer(own, kept))
+                else:
+                    assert own is not None
+                    self.decoder.append(DecoderLayer(None, kept, Reader(own, self._read)))
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
         """Refuse models that cannot be served."""
+        first = next((place for place, layer in enumerate(self.decoder) if layer.reader), len(self.decoder))
+        if any(layer.keeps for layer in self.decoder[first:]):
+            raise refusal(
+                self.model.config, f"layer {first} reads the keys and values of another, and later ones do not"
+            )
         if not self.layers and self.states:
             reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
@@ -307,7 +338,7 @@ class LayerFinder:
         rope = self._run(place, module, 1, state, tree_leaves)
         attends, tensors = len(self._seen) > before, state.tensors()
         if attends:
-            self.layers.append(self._attends(place, module, rope))
+            self._attends(place, module, rope)
         if tensors:
             resumes = self._resumes(place, module, tensors)
             found = tensors, resumes, cache(partial(self._temporaries, place, module, resumes))
@@ -318,12 +349,20 @@ class LayerFinder:
             raise refusal(self.model.config, f"{type(module).__name__} does not use transformers' attention interface")
         return (module if attends else None, module if tensors else None)
 
-    def _attends(self, place: int, module: nn.Module, rope: bool) -> LayerGeometry:
+    def _attends(self, place: int, module: nn.Module, rope: bool) -> None:
+        """Record a layer that keeps KV, or that reads an earlier one's: then its keys are the very same."""
         if not getattr(module, "is_causal", True):
             raise refusal(self.model.config, "its attention is bidirectional")
         query, key, value = self._seen[-1]  # [1, H, 1, d], [1, Hk, 1, d], [1, Hk, 1, d]
-        if key[-1] != value[-1]:
-            raise refusal(self.model.config, f"its keys have {key[-1]} dimensions and its values {value[-1]}")
+        self._read = next((layer for layer, known in enumerate(self._keys) if known is key), None)
+        if self._read is not None:
+            read = self.layers[self._read]
+            self.layers[self._read] = replace(read, readers=read.readers + 1)
+            return
+        if key.shape[-1] != value.shape[-1]:
+            raise refusal(
+                self.model.config, f"its keys have {key.shape[-1]} dimensions and its values {value.shape[-1]}"
+            )
         latent = Latent.of(module)
         kv = self._kv[place] if place < len(self._kv) else None
         if type(kv) not in _KEYS_AND_VALUES:
@@ -331,7 +370,9 @@ class LayerFinder:
         window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None
         chunked = window is not None and _kind_of(self.text, place) == "chunked_attention"
         width = None if latent is None else latent.rank
-        return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope, chunked, width)
+        heads, (_, kv_heads, _, head_dim) = query.shape[1], key.shape
+        self.layers.append(LayerGeometry(len(self.layers), heads, kv_heads, head_dim, window, rope, chunked, width))
+        self._keys.append(key)
 
     def _keeps(
         self, module: nn.Module, tensors: dict[str, Tensor], resumes: bool, temporaries: Callable[[int], int]
@@ -375,6 +416,7 @@ class LayerFinder:
                 "attention_mask": None,
                 "position_embeddings": angles,
                 "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),
+                "shared_kv_states": self._passed,
                 **dict.fromkeys(CACHE_ARGUMENTS, cache),
             }
             hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
@@ -388,11 +430,11 @@ class LayerFinder:
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Record the shapes that a module passes to attention."""
+        """Record what a module passes to attention."""
         unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
         if attention_mask is not None or unknown:
             raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
-        self._seen.append((query.shape, key.shape, value.shape))
+        self._seen.append((query, key, value))
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         latent = Latent.of(module)
         return out if latent is None else latent.value(out), None

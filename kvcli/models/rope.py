@@ -14,6 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -325,6 +327,11 @@ class Rotary:
         return turned
 
 
+def _one_by_one(apply: Callable[..., Tensor], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by a function that takes one of them (Gemma 3n, Gemma 4)."""
+    return apply(q, cos, sin), apply(k, cos, sin)
+
+
 def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list[Rotary | None]:
     text = model.config.get_text_config(decoder=True)
     shared: dict[tuple[int, str | None, int], Rotary] = {}
@@ -343,6 +350,8 @@ def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list
             apply = rotate_neighbours if frequencies.complex else rotate_halves
         if apply is None:
             raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")
+        if "k" not in signature(apply).parameters:
+            apply = partial(_one_by_one, apply)
         key = (id(frequencies), layer_type, layer.head_dim)
         if key not in shared:
             shared[key] = Rotary(frequencies, layer_type, apply, layer.head_dim)

@@ -161,6 +161,10 @@ _KIMI |= {"short_conv_kernel_size": 4}
 _LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2, "use_qk_norm": True}
 _LLAMA4 |= {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 16, "attn_scale": 0.5}
 
+# Two layers keep KV, one of each type, and the others read it.
+_SHARED = {"sliding_window": WINDOW, "layer_types": _alternating(_SLIDING, _FULL), "num_kv_shared_layers": 2}
+_SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+
 KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_images": lambda: _with_vision(
         "Gemma3Config", config_of("Gemma3TextConfig", **_GEMMA3), {**_VISION, **_PATCHES}, mm_tokens_per_image=4
@@ -196,6 +200,14 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "kimi_linear": lambda: config_of("KimiLinearConfig", num_experts=4, **EXPERTS, **LATENT, linear_attn_config=_KIMI),
     "minicpm3": lambda: config_of("MiniCPM3Config", **LATENT, q_lora_rank=24),
     "glm4_moe": lambda: config_of("Glm4MoeConfig", **EXPERTS),
+    "gemma4": lambda: config_of("Gemma4TextConfig", global_head_dim=32, **_SHARED),
+    "gemma3n": lambda: config_of(
+        "Gemma3nTextConfig",
+        altup_num_inputs=2,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        **_SHARED,
+    ),
 }
 """Models of other kinds than `FAMILIES`: every method runs on each once."""
 
