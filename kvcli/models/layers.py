@@ -181,6 +181,8 @@ _SUPPORTED_HINT = (
 class LayerGeometry:
     """One attention layer: H query heads over Hk KV heads of `head_dim`; `window` in tokens, None for full attention.
 
+    Values with fewer dimensions than keys are kept at the size of these.
+
     `index` counts the layers that attend. `rope` is False if the layer uses no rotary positions (NoPE). If `chunked`,
     the window does not slide but is the chunk of that many tokens in which the query lies (Llama 4). In multi-head
     latent attention all query heads share one head, whose keys, which are also its values, end in a `latent` of that
@@ -359,10 +361,9 @@ class LayerFinder:
             read = self.layers[self._read]
             self.layers[self._read] = replace(read, readers=read.readers + 1)
             return
-        if key.shape[-1] != value.shape[-1]:
-            raise refusal(
-                self.model.config, f"its keys have {key.shape[-1]} dimensions and its values {value.shape[-1]}"
-            )
+        if key.shape[-1] < value.shape[-1]:
+            reason = f"its keys have {key.shape[-1]} dimensions and its values more, {value.shape[-1]}"
+            raise refusal(self.model.config, reason)
         latent = Latent.of(module)
         kv = self._kv[place] if place < len(self._kv) else None
         if type(kv) not in _KEYS_AND_VALUES:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation
@@ -185,11 +186,18 @@ def _attention(
     hook, layer = cast(Hook, module.kvcli_hook), cast(int, module.kvcli_layer)
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if module in hook.readers:
-        return hook.read(layer, query, softmax), None
+        return _as_made(hook.read(layer, query, softmax), value), None
     query, latent = hook.tempered(layer, query), hook.latents[layer]
-    if latent is None:
-        return hook.attend(layer, query, key, value, softmax), None
-    return latent.value(hook.attend(layer, latent.query(query), key, value, softmax)), None
+    if latent is not None:
+        return latent.value(hook.attend(layer, latent.query(query), key, value, softmax)), None
+    more = key.shape[-1] - value.shape[-1]
+    padded = functional.pad(value, (0, more)) if more else value  # caches keep keys and values in one tensor
+    return _as_made(hook.attend(layer, query, key, padded, softmax), value), None
+
+
+def _as_made(out: Tensor, value: Tensor) -> Tensor:
+    """Cut outputs [b, n, H, d] to the size of the layer's values, and make them contiguous: modules view them."""
+    return out[..., : value.shape[-1]].contiguous()
 
 
 AttentionInterface.register(NAME, _attention)

@@ -22,7 +22,7 @@ MAX_POSITIONS = 4096
 BOS, EOS, PAD = 0, 1, 2
 
 # The implementations that serve as the reference where sdpa is refused or lacks what the family needs.
-EAGER = frozenset({"gemma2", "gpt_oss"})
+EAGER = frozenset({"gemma2", "gpt_oss", "mimo_v2_flash"})
 
 
 def config_of(name: str, **extra: object) -> PreTrainedConfig:
@@ -200,6 +200,18 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "kimi_linear": lambda: config_of("KimiLinearConfig", num_experts=4, **EXPERTS, **LATENT, linear_attn_config=_KIMI),
     "minicpm3": lambda: config_of("MiniCPM3Config", **LATENT, q_lora_rank=24),
     "glm4_moe": lambda: config_of("Glm4MoeConfig", **EXPERTS),
+    "mimo_v2_flash": lambda: config_of(
+        "MiMoV2FlashConfig",
+        head_dim=24,
+        v_head_dim=HEAD_DIM,
+        sliding_window=WINDOW,
+        layer_types=_alternating(_SLIDING, _FULL),
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        **_FEW_EXPERTS,
+    ),
     "gemma4": lambda: config_of("Gemma4TextConfig", global_head_dim=32, **_SHARED),
     "gemma3n": lambda: config_of(
         "Gemma3nTextConfig",
