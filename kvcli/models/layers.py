@@ -31,7 +31,7 @@ from transformers.cache_utils import (
 
 from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.auto import angles_at
+from kvcli.models.auto import angles_at, rotary_of
 from kvcli.models.auto import decoder_of as decoder_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
@@ -147,7 +147,7 @@ class UseOf(TorchFunctionMode):
 
     def __init__(self, tensors: list[Any]):
         super().__init__()
-        self.tensors = tensors
+        self.tensors = [each for each in tensors if isinstance(each, Tensor)]
         self.found: bool = False
 
     def __torch_function__(
@@ -292,7 +292,7 @@ class LayerFinder:
         self._keys: list[Tensor] = []  # of each layer that keeps KV, by which later ones that read it are recognised
         self._passed: dict[Any, Any] = {}  # what layers pass on to later ones
         self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
-        rotary = getattr(decoder_of(model), "rotary_emb", None)
+        rotary = rotary_of(model)
         # On the CPU: some choose their frequencies by the values of positions.
         self._rotary: nn.Module | None = None if rotary is None else type(rotary)(config=text)
         try:
@@ -336,8 +336,13 @@ class LayerFinder:
         if form in self._alike:  # a recurrence is slow to run, even on shapes
             self._keeps(module, *self._alike[form])
             return None, module
+        if _parameters(module) & {"cache_offset", "cycle_offset"}:
+            reason = f"{type(module).__name__} runs several times a token, each time with keys and values of its own"
+            raise refusal(self.model.config, reason)
         before, state = len(self._seen), self._new_state(module)
         rope = self._run(place, module, 1, state, tree_leaves)
+        if len(self._seen) > before + 1:
+            raise refusal(self.model.config, f"{type(module).__name__} attends several times")
         attends, tensors = len(self._seen) > before, state.tensors()
         if attends:
             self._attends(place, module, rope)
@@ -408,11 +413,13 @@ class LayerFinder:
         """Run a module for some tokens on shapes; tell whether it uses the tensors `watched` picks from the angles."""
         dtype, angles = self.model.dtype, None
         try:
-            if self._rotary is not None:
+            taken = _parameters(module)
+            if self._rotary is not None and "position_embeddings" in taken:
                 layer_type = layer_type_of(self._rotary, self.text, place)
                 positions = torch.zeros(tokens, dtype=torch.long)
-                angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
-                angles = tree_map(lambda x: x.to("meta"), angles)
+                if layer_type is None or layer_type in self._rotary.rope_type:  # type: ignore[operator]
+                    angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
+                    angles = tree_map(lambda x: x.to("meta"), angles)
             given = {
                 "attention_mask": None,
                 "position_embeddings": angles,
@@ -421,7 +428,6 @@ class LayerFinder:
                 **dict.fromkeys(CACHE_ARGUMENTS, cache),
             }
             hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
-            taken = _parameters(module)
             with UseOf(watched(angles)) as use:
                 module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
         except Exception as error:

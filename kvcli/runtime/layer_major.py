@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kvcli.kernels.softmax import Softmax
 from kvcli.memory.host_pool import PIECE_BYTES
 from kvcli.memory.tiers import Tiers
+from kvcli.models.auto import rotary_of
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Rope
@@ -246,7 +247,7 @@ def layer_major(
         else _by_rows(hook, layer.forward, last, own[-1].stop, between)
         for place, (layer, own) in enumerate(zip(modules, parts, strict=True))
     ]
-    if isinstance(rope := getattr(decoder, "rotary_emb", None), Rope):
+    if isinstance(rope := rotary_of(hook.model), Rope):
         modules.append(rope)
         forwards.append(_later(rope.forward))
     put_in()
@@ -283,7 +284,7 @@ def _by_parts(
                 kept += [made[..., row : row + 1, :].clone() for row in rows]
             advance(part.stop - part.start)
         done = hidden_states if last is None else torch.cat(kept, -2)
-        return (done,) if isinstance(out, tuple) else done
+        return (done, *out[1:]) if isinstance(out, tuple) else done  # attention weights, which are None
 
     return run
 
@@ -327,11 +328,17 @@ def _later(look_up: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(arg: Any, part: slice | Sequence[int], length: int) -> Any:
-    """Cut arguments as long as the sequence: position ids [1, s] and rotary tables ([1, s, d], [1, s, d])."""
+    """Cut arguments as long as the sequence.
+
+    These are position ids [1, s], rotary tables ([1, s, d], [1, s, d]), inputs of each layer [1, s, p], and factors of
+    queries [1, 1, s, 1].
+    """
     if isinstance(arg, _Later):
         return arg.at(part)
     if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[1] == length:
         return arg[:, part]
+    if isinstance(arg, Tensor) and arg.dim() == 4 and arg.shape[2] == length:
+        return arg[:, :, part]
     if isinstance(arg, tuple):
         return tuple(_cut(item, part, length) for item in arg)
     return arg

@@ -212,6 +212,20 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         **_FEW_EXPERTS,
     ),
+    "lfm3": lambda: config_of("Lfm3Config", sliding_window=WINDOW, layer_types=["conv", _SLIDING, "conv", _FULL]),
+    "lfm2_moe": lambda: config_of(
+        "Lfm2MoeConfig", layer_types=["conv", _FULL, "conv", _FULL], num_experts=4, num_dense_layers=1, **_FEW_EXPERTS
+    ),
+    "bamba": lambda: config_of("BambaConfig", attn_layer_indices=[1, 3], **_MAMBA),
+    "beam": lambda: config_of(
+        "BeamConfig",
+        sliding_window=WINDOW,
+        layer_types=_alternating(_SLIDING, _FULL),
+        num_experts=4,
+        n_group=1,
+        topk_group=1,
+        **_FEW_EXPERTS,
+    ),
     "gemma4": lambda: config_of("Gemma4TextConfig", global_head_dim=32, **_SHARED),
     "gemma3n": lambda: config_of(
         "Gemma3nTextConfig",
