@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvcli.compat import can_set_attention
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import StoredTensor, quiet
 from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
@@ -75,6 +75,8 @@ class ModelGeometry:
     max_positions: int | None
     weight_bytes: int
     parts: WeightParts
+    learned_positions: bool = False
+    """Whether the model has an embedding of every position, so that none lies beyond `max_positions`."""
     beside_hidden: int = 0
     """Numbers that the model makes of a token before the first layer, beside one hidden state: further ones (Gemma 3n),
     and an input of every layer (Gemma 3n, Gemma 4)."""
@@ -105,11 +107,18 @@ class ModelGeometry:
         return [after - before for before, after in pairwise([0, *(place + 1 for place in places[:-1]), self.depth])]
 
     def beyond_positions(self, tokens: int, name: str) -> str | None:
-        """Return a sentence if `tokens` exceed the positions that the model, called `name`, was made for; else None."""
+        """Return a sentence if `tokens` exceed the positions that the model, called `name`, was made for; else None.
+
+        Raises:
+            KvcliError: the model has no further positions (usage).
+        """
         limit = self.max_positions
         if limit is None or tokens <= limit:
             return None
-        return f"{tokens:,} tokens (prompt and output) are more than the {limit:,} positions {name} was made for"
+        what = f"{tokens:,} tokens (prompt and output) are more than the {limit:,} positions {name} was made for"
+        if self.learned_positions:
+            raise usage_error(what, "use a shorter prompt or a smaller --max-tokens: the model has no others")
+        return what
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, ModelGeometry] = WeakKeyDictionary()
@@ -148,6 +157,7 @@ def geometry_of(
         max_positions=positions_of(text),
         weight_bytes=_as_stored(model, held, form, stored) or sum((dense | held).values()),
         parts=_parts(model, text, found.decoder, held),
+        learned_positions=found.learned_positions,
         beside_hidden=(getattr(text, "altup_num_inputs", 1) - 1) * text.hidden_size
         + len(found.decoder) * (getattr(text, "hidden_size_per_layer_input", None) or 0),
         form=form,

@@ -279,6 +279,8 @@ def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
 class LayerFinder:
     """Finds the layers of a model on the meta device: `layers`, `states`, and `decoder`, their places.
 
+    `learned_positions` tells whether the model has an embedding of every position instead of rotary ones.
+
     Raises:
         KvcliError: the model cannot be run; the message gives the reason (usage).
     """
@@ -315,6 +317,9 @@ class LayerFinder:
                 else:
                     assert own is not None
                     self.decoder.append(DecoderLayer(None, kept, Reader(own, self._read)))
+        tables = [each for each in decoder_of(model).children() if isinstance(each, nn.Embedding)]
+        beside = any(each is not model.get_input_embeddings() for each in tables)
+        self.learned_positions: bool = rotary is None and beside  # what else than tokens is embedded is where they are
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
@@ -327,8 +332,9 @@ class LayerFinder:
         if not self.layers and self.states:
             reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
-        if not self.layers or (rotary is None and not self.states):
-            raise refusal(self.model.config, "its decoder is not a stack of layers with rotary positions")
+        if not self.layers or (rotary is None and not self.states and not self.learned_positions):
+            reason = "its decoder is not a stack of layers with rotary or learned positions"
+            raise refusal(self.model.config, reason)
 
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Run a module for a token, and record whether it attends and whether it keeps a state."""

@@ -212,6 +212,7 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         **_FEW_EXPERTS,
     ),
+    "opt": lambda: config_of("OPTConfig", ffn_dim=96, word_embed_proj_dim=HIDDEN),
     "lfm3": lambda: config_of("Lfm3Config", sliding_window=WINDOW, layer_types=["conv", _SLIDING, "conv", _FULL]),
     "lfm2_moe": lambda: config_of(
         "Lfm2MoeConfig", layer_types=["conv", _FULL, "conv", _FULL], num_experts=4, num_dense_layers=1, **_FEW_EXPERTS
