@@ -341,7 +341,10 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
         yield Check(way, CheckState.OK, layer_numbers(where))
     if geometry.states:
         yield from _states(geometry)
-    if rest := [place for place, layer in enumerate(geometry.decoder) if not layer.attention and not layer.state]:
+    for number, place in enumerate(places):
+        if read := [at for at, each in enumerate(geometry.decoder) if each.reader and each.reader.layer == number]:
+            yield Check(f"read the KV of {place}", CheckState.OK, layer_numbers(read))
+    if rest := [place for place, layer in enumerate(geometry.decoder) if not layer.keeps and not layer.reader]:
         yield Check("keep nothing", CheckState.OK, layer_numbers(rest))
     yield held
     if form is not None and form.label != "auto":

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from kvcli.capacity.roofline import PHASES
 from kvcli.models.devices import Place, Placement
-from kvcli.models.geometry import attention_modules
+from kvcli.models.geometry import attention_modules, reader_modules
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.fused import gated_of, projections_of
 from kvcli.telemetry.timeline import Span, Timeline
@@ -146,7 +146,7 @@ def module_spans(model: PreTrainedModel, timeline: Timeline) -> Iterator[None]:
 
 def _modules(model: PreTrainedModel) -> Iterator[tuple[str, str, int, nn.Module]]:
     """Yield phase, name, layer and module of everything that is timed; none of them lies within another."""
-    attention = set(attention_modules(model))
+    attention = {*attention_modules(model), *reader_modules(model)}
     layers: list[nn.Module] = list(decoder_of(model).layers)  # type: ignore[arg-type]
     for index, layer in enumerate(layers):
         for phase, name, module in _parts_of_module(layer, attention):

@@ -196,7 +196,8 @@ def step_work(
         for layer in geometry.layers:
             # A latent is read once for both, key and value.
             uses = 2 // layer.parts * layer.num_heads // layer.num_kv_heads
-            for phase, part in layer_work(method.traffic(layer.index, length), uses, itemsize, miss_rate).items():
+            one = layer_work(method.traffic(layer.index, length), uses, itemsize, miss_rate)
+            for phase, part in [*one.items()] * (1 + layer.readers):
                 work[phase] += part
             if method.caches[layer.index].footprint().host:
                 work["offload"] += Work(to_host=layer.token_size * itemsize)

@@ -54,7 +54,8 @@ class Workspace:
     ) -> Workspace:
         """Find the terms for a prompt of `length` tokens; with a `window`, windows of that size pass all layers.
 
-        The KV of a layer in each buffer and the rotary tables (cosines, sines) are as long as the prompt. Tokens,
+        The KV of a layer in each buffer and the rotary tables (cosines, sines) are as long as the prompt. So is the KV
+        that later layers read again, if no window limits it. Tokens,
         positions and hidden states, which layers overwrite, are as long as everything that is read `together`; on a
         GPU, hidden states beyond a size are in host memory, with a few chunks on the device. The intermediates of a
         layer and the angles looked up in the tables are as long as a chunk. By windows, only the tables are as long as
@@ -75,7 +76,10 @@ class Workspace:
             hidden = CHUNKS_ON_DEVICE * chunk * states
         needs = [itemsize * length * each.token_size for each in geometry.layers]
         if method is not None and alone:
-            needs = [0 if method.caches[at].lends else size for at, size in enumerate(needs)]
+            lent = [
+                cache.lends and not each.readers for cache, each in zip(method.caches, geometry.layers, strict=True)
+            ]
+            needs = [0 if none else size for none, size in zip(lent, needs, strict=True)]
         kv = max(needs)
         buffers = prefill_buffers(device, kv) * kv
         if window is None and method is not None and streamed(geometry, length, itemsize, device):
@@ -90,6 +94,11 @@ class Workspace:
         mlp = 3 * (wide + narrow)  # gate, up and their product; the residual, and the input and the output
         in_attention = buffers + max(attention, mlp)
         most = max([in_attention, *_with_state(geometry, chunk, length, itemsize, buffers)])
+        read_again = sum(
+            itemsize * each.token_size * (together if each.window is None else min(each.window, length))
+            for each in geometry.layers
+            if each.readers
+        )
         terms = {
             "rotary tables": tables,
             "tokens and positions": 2 * torch.int64.itemsize * together,
@@ -103,6 +112,10 @@ class Workspace:
             gathered = min(AT_ONCE, torch.float32.itemsize * read)
             scores = min(SCORES_AT_ONCE, scratch * chunk * length)
             terms["the model's own selection"] = scores + 3 * gathered  # keys, values, both in fp32
+        if geometry.shares:
+            terms["KV that later layers read"] = read_again
+        if geometry.beside_hidden:  # two terms and their sum
+            terms["made before the first layer"] = 3 * itemsize * together * geometry.beside_hidden
         if geometry.form is not None:
             matrix = geometry.hidden_size * geometry.intermediate_size
             product = 2 * (wide + narrow) + geometry.form.beside(matrix, wide // itemsize, device, itemsize)

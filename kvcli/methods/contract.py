@@ -336,6 +336,10 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         refuse_selection(type(self), config, layers)
         tiers = context.tiers = tiers_of_layer(self, layers, config.leading_dense_layers, context.tiers)
         self.config, self.context, self.caches = config, context, list[LayerCache]()
+        self.shared = any(layer.readers for layer in layers)  # whether later layers read the KV of others
+        if self.shared and self.prefill_window is not None:
+            what = f"{type(self).__name__} reads prompts by windows, and layers of this model read the KV of others"
+            raise usage_error(what, "use a method that reads prompts layer by layer, such as freekv")
         self.retrieval: dict[int, CacheT] = {}
         self.plain: dict[int, DenseCache | SlidingCache] = {}
         self.states = RecurrentState(context.states, [tiers.on(device) for device in context.keeping])
@@ -407,14 +411,22 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         with self.span("append", layer):
             written = self.caches[layer].append(k, v)
         self.count(layer, Count.BYTES_TO_HOST, written)
-        if layer in self.retrieval:
-            out = self.retrieve(layer, self.retrieval[layer], q, softmax)
-            count_disk(self.context, layer, self.caches[layer])
-        else:
-            with self.span("attention", layer):
-                out = self.caches[layer].attend(q, softmax)
+        out = self.attend_to(layer, q, softmax)
         if self.context.attention_observer is not None:
             self.context.attention_observer(self, layer, q, out, softmax)
+        return out
+
+    def attend_to(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to what is there of the KV of `layer`, the current token appended; return [H, d].
+
+        Called for the layer itself, and once more for each later layer that has no KV of its own and reads this one's:
+        that one chooses anew, by its own query, and whatever the layer remembers is of the query that was last.
+        """
+        if layer not in self.retrieval:
+            with self.span("attention", layer):
+                return self.caches[layer].attend(q, softmax)
+        out = self.retrieve(layer, self.retrieval[layer], q, softmax)
+        count_disk(self.context, layer, self.caches[layer])
         return out
 
     def attended(self, layer: int) -> Tensor:
@@ -449,7 +461,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     @property
     def stays_in_place(self) -> bool:
         """Whether settings and caches allow every step of this sequence to be one CUDA graph."""
-        return self.config.stays_in_place and all(cache.keeps_form for cache in self.caches)
+        in_place = self.config.stays_in_place and all(cache.keeps_form for cache in self.caches)
+        return in_place and not self.shared  # slots are made for one attention a step
 
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
         """Add the named counts of a layer's `Rule` to `statistics`."""

@@ -50,7 +50,11 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
     @override
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         self.newest = self.newest if layer else None
-        out = super().attend(layer, q, k, v, softmax)
+        return super().attend(layer, q, k, v, softmax)
+
+    @override
+    def attend_to(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        out = super().attend_to(layer, q, softmax)
         self.newest = q.clone()
         return out
 

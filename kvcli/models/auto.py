@@ -1,6 +1,7 @@
 """Find the transformers class for a config, its decoder, and the output of its rotary module."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
@@ -41,16 +43,40 @@ def _text_side(whole: type[PreTrainedModel]) -> Any:
     """Derive a class whose models hold only the decoder, the modules around it, and the head that makes logits."""
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        whole.__init__(self, *args, **kwargs)
+        with _without_packages():
+            whole.__init__(self, *args, **kwargs)
         _keep_only({decoder_of(self), self.get_output_embeddings()}, self)
 
     return type(whole.__name__, (whole,), {"__module__": whole.__module__, "__init__": make})
 
 
+@contextmanager
+def _without_packages() -> Iterator[None]:
+    """Let a part of a model be empty if it needs a package that is not installed (Gemma 3n sees by timm).
+
+    Text never passes such a part, which is removed right away.
+    """
+    auto: Any = AutoModel
+    before = auto.from_config
+
+    def from_config(*args: Any, **kwargs: Any) -> nn.Module:
+        try:
+            made: nn.Module = before(*args, **kwargs)
+        except ImportError:
+            return nn.Module()
+        return made
+
+    auto.from_config = from_config
+    try:
+        yield
+    finally:
+        auto.from_config = before
+
+
 def _keep_only(kept: Collection[nn.Module | None], module: nn.Module) -> None:
     """Remove all submodules that neither are nor hold one of those kept."""
     for name, child in list(module.named_children()):
-        if child in kept:
+        if child in kept or hasattr(child, "vocab_offset"):  # embeds some tokens of a text (Gemma 3n)
             continue
         if any(each in kept for each in child.modules()):
             _keep_only(kept, child)
@@ -63,6 +89,17 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     inner: nn.Module | None = getattr(decoder, "model", None)  # in llama4 it finds the whole model
     return decoder if inner is None or hasattr(decoder, "layers") else inner
+
+
+def rotary_name(decoder: nn.Module) -> str | None:
+    """Return the attribute of a decoder that holds its rotary module; None if it has none."""
+    return next((name for name in ("rotary_emb", "pos_emb") if getattr(decoder, name, None) is not None), None)
+
+
+def rotary_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the rotary module of a model's decoder, if it has one."""
+    name = rotary_name(decoder := decoder_of(model))
+    return None if name is None else decoder.get_submodule(name)
 
 
 def angles_at(rotary: nn.Module, like: Tensor, positions: Tensor, layer_type: str | None) -> Angles:

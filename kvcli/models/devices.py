@@ -193,11 +193,15 @@ def place(
     """Place a model, which is on the meta device, on devices with `free` bytes each.
 
     Raises:
-        KvcliError: they do not hold the weights (will not fit); there are fewer layers than devices (usage).
+        KvcliError: they do not hold the weights (will not fit); there are fewer layers than devices, or layers read the
+            KV of others (usage).
     """
     if len(devices) > geometry.depth:
         what = f"{len(devices)} devices are named for {geometry.depth} layers"
         raise KvcliError(what, f"name at most {geometry.depth}: a layer is not split", ExitCode.USAGE)
+    if geometry.shares:
+        what = "layers of this model read the KV of others, which lies on one device"
+        raise KvcliError(what, "name a single device", ExitCode.USAGE)
     attending = iter(geometry.layers)
     of_layers = [next(attending) if layer.attention else None for layer in geometry.decoder]
     sizes = [0 if each is None or each.window is not None else each.token_size for each in of_layers]

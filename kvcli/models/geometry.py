@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvcli.compat import can_set_attention
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import StoredTensor, quiet
 from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
@@ -76,6 +76,11 @@ class ModelGeometry:
     max_positions: int | None
     weight_bytes: int
     parts: WeightParts
+    learned_positions: bool = False
+    """Whether the model has an embedding of every position, so that none lies beyond `max_positions`."""
+    beside_hidden: int = 0
+    """Numbers that the model makes of a token before the first layer, beside one hidden state: further ones (Gemma 3n),
+    and an input of every layer (Gemma 3n, Gemma 4)."""
     form: WeightForm | None = None
     """The form of weights that are not in the dtype."""
     spared: tuple[str, ...] = ()
@@ -87,6 +92,11 @@ class ModelGeometry:
     def weights(self) -> str:
         """The name of the weights' form in a report."""
         return "auto" if self.form is None else self.form.label
+
+    @property
+    def shares(self) -> bool:
+        """Whether layers read the KV of others."""
+        return any(layer.readers for layer in self.layers)
 
     @property
     def depth(self) -> int:
@@ -105,11 +115,18 @@ class ModelGeometry:
         return [after - before for before, after in pairwise([0, *(place + 1 for place in places[:-1]), self.depth])]
 
     def beyond_positions(self, tokens: int, name: str) -> str | None:
-        """Return a sentence if `tokens` exceed the positions that the model, called `name`, was made for; else None."""
+        """Return a sentence if `tokens` exceed the positions that the model, called `name`, was made for; else None.
+
+        Raises:
+            KvcliError: the model has no further positions (usage).
+        """
         limit = self.max_positions
         if limit is None or tokens <= limit:
             return None
-        return f"{tokens:,} tokens (prompt and output) are more than the {limit:,} positions {name} was made for"
+        what = f"{tokens:,} tokens (prompt and output) are more than the {limit:,} positions {name} was made for"
+        if self.learned_positions:
+            raise usage_error(what, "use a shorter prompt or a smaller --max-tokens: the model has no others")
+        return what
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, ModelGeometry] = WeakKeyDictionary()
@@ -132,6 +149,7 @@ def geometry_of(
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise refusal(config, "transformers names no output layer of it")
     text = config.get_text_config(decoder=True)
+    wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     with quiet():  # modules say on stderr which packages would make them faster
         found = LayerFinder(model, text)
         held = {} if form is None else form.held(model)
@@ -142,11 +160,14 @@ def geometry_of(
         states=tuple(found.states),
         decoder=tuple(found.decoder),
         hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate_size=max(wide) if isinstance(wide, list) else wide,  # a list has one for each layer
         vocab_size=text.vocab_size,
         max_positions=positions_of(text),
         weight_bytes=_as_stored(model, held, form, stored) or sum((dense | held).values()),
         parts=_parts(model, text, found.decoder, held),
+        learned_positions=found.learned_positions,
+        beside_hidden=(getattr(text, "altup_num_inputs", 1) - 1) * text.hidden_size
+        + len(found.decoder) * (getattr(text, "hidden_size_per_layer_input", None) or 0),
         form=form,
         spared=tuple(
             name
@@ -201,6 +222,12 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [model.get_submodule(layer.attention) for layer in geometry_of_model(model).decoder if layer.attention]
 
 
+def reader_modules(model: PreTrainedModel) -> dict[nn.Module, int]:
+    """Find the attention modules that read another layer's KV, each with the number of that layer."""
+    readers = (layer.reader for layer in geometry_of_model(model).decoder if layer.reader)
+    return {model.get_submodule(reader.name): reader.layer for reader in readers}
+
+
 def state_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules of a model that keep a state, in the order of `ModelGeometry.states`."""
     return [model.get_submodule(layer.state) for layer in geometry_of_model(model).decoder if layer.state]
@@ -238,7 +265,8 @@ def _parts(
         return sum(weight.numel() for weight in found)
 
     layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
-    attention = weights(*(model.get_submodule(layer.attention) for layer in decoder if layer.attention))
+    attending = [layer.attention or (layer.reader and layer.reader.name) for layer in decoder]
+    attention = weights(*(model.get_submodule(name) for name in attending if name))
     experts, whole = weights(*layers, named=".experts."), weights(*layers)
     head = weights(model.get_output_embeddings())  # type: ignore[no-untyped-call]
     number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1

@@ -31,7 +31,7 @@ from transformers.cache_utils import (
 
 from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.auto import angles_at
+from kvcli.models.auto import angles_at, rotary_of
 from kvcli.models.auto import decoder_of as decoder_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
@@ -158,7 +158,7 @@ class UseOf(TorchFunctionMode):
 
     def __init__(self, tensors: list[Any]):
         super().__init__()
-        self.tensors = tensors
+        self.tensors = [each for each in tensors if isinstance(each, Tensor)]
         self.found: bool = False
 
     def __torch_function__(
@@ -216,11 +216,14 @@ class OwnSelection(NamedTuple):
 class LayerGeometry:
     """One attention layer: H query heads over Hk KV heads of `head_dim`; `window` in tokens, None for full attention.
 
+    Values with fewer dimensions than keys are kept at the size of these.
+
     `index` counts the layers that attend. `rope` is False if the layer uses no rotary positions (NoPE). If `chunked`,
     the window does not slide but is the chunk of that many tokens in which the query lies (Llama 4). In multi-head
     latent attention all query heads share one head, whose keys, which are also its values, end in a `latent` of that
     many channels; the other channels are rotary. A layer that `selects` by itself keeps the keys of its index as well:
-    they are the first `index_channels` of the `head_dim` of every part of a token.
+    they are the first `index_channels` of the `head_dim` of every part of a token. `readers` later layers have no KV of
+    their own and attend to that of this one.
     """
 
     index: int
@@ -232,6 +235,7 @@ class LayerGeometry:
     chunked: bool = False
     latent: int | None = None
     selects: OwnSelection | None = None
+    readers: int = 0
 
     @property
     def index_channels(self) -> int:
@@ -278,11 +282,27 @@ class StateGeometry:
         return sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in self.tensors)
 
 
+class Reader(NamedTuple):
+    """The name of a module that attends to the KV of an earlier layer, and the number of that layer."""
+
+    name: str
+    layer: int
+
+
 class DecoderLayer(NamedTuple):
-    """The names of the modules of a decoder layer that attend and that keep a state, or None."""
+    """The names of the modules of a decoder layer that keep KV and that keep a state, or None.
+
+    A layer without KV of its own may have a `reader` of another layer's.
+    """
 
     attention: str | None
     state: str | None
+    reader: Reader | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the layer keeps anything of the tokens that it has seen."""
+        return self.attention is not None or self.state is not None
 
 
 def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> str | None:
@@ -301,6 +321,8 @@ def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
 class LayerFinder:
     """Finds the layers of a model on the meta device: `layers`, `states`, and `decoder`, their places.
 
+    `learned_positions` tells whether the model has an embedding of every position instead of rotary ones.
+
     Raises:
         KvcliError: the model cannot be run; the message gives the reason (usage).
     """
@@ -310,11 +332,13 @@ class LayerFinder:
         self.layers: list[LayerGeometry] = []
         self.states: list[StateGeometry] = []
         self.decoder: list[DecoderLayer] = []
-        self._seen: list[tuple[torch.Size, torch.Size, torch.Size]] = []  # by attention
         self._selected: Tensor | None = None  # [1, 1, k] tokens or [1, Hk, 1, k] blocks, of the last layer that selects
         self._selects = False  # whether the layer examined did
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # queries, keys and values of every attention
+        self._keys: list[Tensor] = []  # of each layer that keeps KV, by which later ones that read it are recognised
+        self._passed: dict[Any, Any] = {}  # what layers pass on to later ones
         self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
-        rotary = getattr(decoder_of(model), "rotary_emb", None)
+        rotary = rotary_of(model)
         # On the CPU: some choose their frequencies by the values of positions.
         self._rotary: nn.Module | None = None if rotary is None else type(rotary)(config=text)
         try:
@@ -326,21 +350,36 @@ class LayerFinder:
         names = {module: name for name, module in model.named_modules()}
         with exporting(), compressed(model.modules()):  # kernels of other packages know no meta device
             for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
+                self._read: int | None = None  # the layer whose KV this one reads
                 indexed = place < len(self._kv) and _has_index(self._kv[place])
                 found = [self._examine(place, module) for module in _with_cache(layer, indexed)]
                 attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
                 if max(len(attention), len(state)) > 1:
                     raise refusal(model.config, "several modules of a decoder layer attend, or keep a state")
-                self.decoder.append(DecoderLayer(*(next(iter(each), None) for each in (attention, state))))
+                own, kept = (next(iter(each), None) for each in (attention, state))
+                if self._read is None:
+                    self.decoder.append(DecoderLayer(own, kept))
+                else:
+                    assert own is not None
+                    self.decoder.append(DecoderLayer(None, kept, Reader(own, self._read)))
+        tables = [each for each in decoder_of(model).children() if isinstance(each, nn.Embedding)]
+        beside = any(each is not model.get_input_embeddings() for each in tables)
+        self.learned_positions: bool = rotary is None and beside  # what else than tokens is embedded is where they are
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
         """Refuse models that cannot be served."""
+        first = next((place for place, layer in enumerate(self.decoder) if layer.reader), len(self.decoder))
+        if any(layer.keeps for layer in self.decoder[first:]):
+            raise refusal(
+                self.model.config, f"layer {first} reads the keys and values of another, and later ones do not"
+            )
         if not self.layers and self.states:
             reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
-        if not self.layers or (rotary is None and not self.states):
-            raise refusal(self.model.config, "its decoder is not a stack of layers with rotary positions")
+        if not self.layers or (rotary is None and not self.states and not self.learned_positions):
+            reason = "its decoder is not a stack of layers with rotary or learned positions"
+            raise refusal(self.model.config, reason)
 
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Run a module for a token, and record whether it attends and whether it keeps a state."""
@@ -348,19 +387,29 @@ class LayerFinder:
         if form in self._alike:  # a recurrence is slow to run, even on shapes
             self._keeps(module, *self._alike[form])
             return None, module
+        if _parameters(module) & {"cache_offset", "cycle_offset"}:
+            reason = f"{type(module).__name__} runs several times a token, each time with keys and values of its own"
+            raise refusal(self.model.config, reason)
         before, state, self._selects = len(self._seen), self._new_state(module), False
         rope = self._run(place, module, 1, state, tree_leaves)
+        if len(self._seen) > before + 1:
+            raise refusal(self.model.config, f"{type(module).__name__} attends several times")
         attends, tensors = len(self._seen) > before, state.tensors()
         if attends:
             layer = self._attends(place, module, rope)
-            if self._selects and self._selected is not None:
-                few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
-                block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
-                scratch = -(-(more - few) // (_FEW * _MANY))
-                selects = OwnSelection(block * self._selected.shape[-1], state.index_channels, scratch, heads, block)
-                layer = replace(layer, selects=selects)
-                layer = replace(layer, head_dim=layer.head_dim + layer.index_channels)
-            self.layers.append(layer)
+            if layer is not None:
+                key = self._seen[-1][1]
+                if self._selects and self._selected is not None:
+                    few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
+                    block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
+                    scratch = -(-(more - few) // (_FEW * _MANY))
+                    selects = OwnSelection(
+                        block * self._selected.shape[-1], state.index_channels, scratch, heads, block
+                    )
+                    layer = replace(layer, selects=selects)
+                    layer = replace(layer, head_dim=layer.head_dim + layer.index_channels)
+                self.layers.append(layer)
+                self._keys.append(key)
         if tensors:
             resumes = self._resumes(place, module, tensors)
             found = tensors, resumes, cache(partial(self._temporaries, place, module, resumes))
@@ -371,12 +420,19 @@ class LayerFinder:
             raise refusal(self.model.config, f"{type(module).__name__} does not use transformers' attention interface")
         return (module if attends else None, module if tensors else None)
 
-    def _attends(self, place: int, module: nn.Module, rope: bool) -> LayerGeometry:
+    def _attends(self, place: int, module: nn.Module, rope: bool) -> LayerGeometry | None:
+        """Describe a layer that keeps KV; None for one that reads an earlier layer's: its keys are the very same."""
         if not getattr(module, "is_causal", True):
             raise refusal(self.model.config, "its attention is bidirectional")
         query, key, value = self._seen[-1]  # [1, H, 1, d], [1, Hk, 1, d], [1, Hk, 1, d]
-        if key[-1] != value[-1]:
-            raise refusal(self.model.config, f"its keys have {key[-1]} dimensions and its values {value[-1]}")
+        self._read = next((layer for layer, known in enumerate(self._keys) if known is key), None)
+        if self._read is not None:
+            read = self.layers[self._read]
+            self.layers[self._read] = replace(read, readers=read.readers + 1)
+            return None
+        if key.shape[-1] < value.shape[-1]:
+            reason = f"its keys have {key.shape[-1]} dimensions and its values more, {value.shape[-1]}"
+            raise refusal(self.model.config, reason)
         latent = Latent.of(module)
         kv = self._kv[place] if place < len(self._kv) else None
         if type(kv) not in _KEYS_AND_VALUES and not _has_index(kv):
@@ -384,7 +440,8 @@ class LayerFinder:
         window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None
         chunked = window is not None and _kind_of(self.text, place) == "chunked_attention"
         width = None if latent is None else latent.rank
-        return LayerGeometry(len(self.layers), query[1], key[1], key[-1], window, rope, chunked, width)
+        heads, (_, kv_heads, _, head_dim) = query.shape[1], key.shape
+        return LayerGeometry(len(self.layers), heads, kv_heads, head_dim, window, rope, chunked, width)
 
     def _keeps(
         self, module: nn.Module, tensors: dict[str, Tensor], resumes: bool, temporaries: Callable[[int], int]
@@ -419,23 +476,24 @@ class LayerFinder:
         """Run a module for some tokens on shapes; tell whether it uses the tensors `watched` picks from the angles."""
         dtype, angles = self.model.dtype, None
         try:
-            if self._rotary is not None:
+            taken = _parameters(module)
+            if self._rotary is not None and "position_embeddings" in taken:
                 layer_type = layer_type_of(self._rotary, self.text, place)
                 positions = torch.zeros(tokens, dtype=torch.long)
-                angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
-                angles = tree_map(lambda x: x.to("meta"), angles)
+                if layer_type is None or layer_type in self._rotary.rope_type:  # type: ignore[operator]
+                    angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
+                    angles = tree_map(lambda x: x.to("meta"), angles)
             given: dict[str, Any] = {
                 "attention_mask": None,
                 "position_embeddings": angles,
                 "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),
-                "shared_kv_states": {},  # of layers before, which no layer served here reads
+                "shared_kv_states": self._passed,
                 **dict.fromkeys(CACHE_ARGUMENTS, cache),
             }
             hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
             if place < len(self._kv) and _has_index(self._kv[place]):
                 given["attention_mask"] = torch.ones(1, 1, tokens, _MANY, dtype=torch.bool, device="meta")
                 given["prev_topk_indices"] = self._selected
-            taken = _parameters(module)
             with UseOf(watched(angles)) as use:
                 module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
         except Exception as error:
@@ -447,14 +505,14 @@ class LayerFinder:
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Record the shapes that a module passes to attention, and its selection."""
+        """Record what a module passes to attention, and its selection."""
         for name in SELECTIONS:
             if (indices := kwargs.pop(name, None)) is not None:
                 self._selected, self._selects, attention_mask = indices, True, None
         unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
         if attention_mask is not None or unknown:
             raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
-        self._seen.append((query.shape, key.shape, value.shape))
+        self._seen.append((query, key, value))
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         latent = Latent.of(module)
         return out if latent is None else latent.value(out), None

@@ -14,6 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +25,7 @@ from typing_extensions import override
 
 from kvcli.kernels._numba import serves
 from kvcli.kernels.norm_rope import Arrays, Rotation, arrays_of, rotate_at_cpu
-from kvcli.models.auto import Angles, angles_at, rotate_halves, rotate_neighbours
+from kvcli.models.auto import Angles, angles_at, rotary_name, rotate_halves, rotate_neighbours
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model
 from kvcli.models.layers import decoder_of, layer_type_of, refusal
@@ -117,21 +119,21 @@ def installed(model: PreTrainedModel, lengths: Collection[int], placement: Place
     devices, each has one.
     """
     decoder = decoder_of(model)
-    original = getattr(decoder, "rotary_emb", None)
-    if original is None:
+    name = rotary_name(decoder)
+    if name is None:
         yield NoRope(len(attention_modules(model)))
         return
-    assert isinstance(original, nn.Module)
+    original = decoder.get_submodule(name)
     rope = Rope(model, original, lengths, placement)
-    decoder.rotary_emb = rope
+    setattr(decoder, name, rope)
     try:
         yield rope
     finally:
-        decoder.rotary_emb = original
+        setattr(decoder, name, original)
 
 
 class Rope(nn.Module):
-    """Drop-in for a decoder's `rotary_emb` that serves a batch of sequences of several lengths."""
+    """Drop-in for a decoder's rotary module that serves a batch of sequences of several lengths."""
 
     def __init__(
         self,
@@ -142,6 +144,7 @@ class Rope(nn.Module):
     ):
         super().__init__()
         self._placement = placement
+        self.layer_types = getattr(original, "layer_types", None)  # which a decoder may ask for (lfm3)
         self._model, self._original = (model,), (original,)  # tuples, so that they are not submodules
         self._of_length: dict[int, tuple[Frequencies, RopeTable]] = {}
         self._rotary: dict[int, list[Rotary | None]] = {}
@@ -325,6 +328,11 @@ class Rotary:
         return turned
 
 
+def _one_by_one(apply: Callable[..., Tensor], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by a function that takes one of them (Gemma 3n, Gemma 4)."""
+    return apply(q, cos, sin), apply(k, cos, sin)
+
+
 def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list[Rotary | None]:
     text = model.config.get_text_config(decoder=True)
     shared: dict[tuple[int, str | None, int], Rotary] = {}
@@ -343,6 +351,8 @@ def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list
             apply = rotate_neighbours if frequencies.complex else rotate_halves
         if apply is None:
             raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")
+        if "k" not in signature(apply).parameters:
+            apply = partial(_one_by_one, apply)
         key = (id(frequencies), layer_type, layer.head_dim)
         if key not in shared:
             shared[key] = Rotary(frequencies, layer_type, apply, layer.head_dim)

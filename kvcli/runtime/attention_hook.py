@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation
+from kvcli.errors import usage_error
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.selected import with_index
 from kvcli.models.devices import Placement
-from kvcli.models.geometry import attention_modules, geometry_of_model, state_modules
+from kvcli.models.geometry import attention_modules, geometry_of_model, reader_modules, state_modules
 from kvcli.models.latent import Latent, Temperature, compressed, taken_out
 from kvcli.models.layers import decoder_of
 from kvcli.runtime.device_transfer import Carrier, DeviceTransfer, on_its_devices
@@ -36,16 +38,24 @@ class Handler(Protocol):
         """Attend."""
 
 
+@runtime_checkable
+class Reads(Protocol):
+    """A handler for models in which layers attend to the KV of an earlier layer, after that one has attended."""
+
+    def read(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to the KV of `layer` with the queries of a later one: q [b, H, n, d] -> [b, n, H, d]."""
+
+
 class Hook:
     """Runs one model with a handler's attention; made by `attached`.
 
-    Every attention module of the model points at the hook; `modules` lists them in the order of the layers. If layers
-    lie on several devices, `transfer` moves their inputs.
+    Every attention module of the model points at the hook; `modules` lists them in the order of the layers, `readers`
+    has those that read the KV of one of these layers. If layers lie on several devices, `transfer` moves their inputs.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module], transfer: DeviceTransfer | None = None):
         self.model, self.modules, self.transfer = model, modules, transfer
-        self.geometry = geometry_of_model(model)
+        self.geometry, self.readers = geometry_of_model(model), reader_modules(model)
         self.states: States | None = None  # of the current run
         self.latents = [Latent.of(module) for module in modules]
         self.temperatures = [Temperature.of(module) for module in modules]
@@ -54,13 +64,13 @@ class Hook:
         self.handler: Handler | None = None  # of the current run
 
     def run(
-        self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int = 1, states: States | None = None
+        self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int | slice = 1, states: States | None = None
     ) -> Tensor:
         """Run tokens [b, n] at positions [b, n] through the model, each layer attending by `handler`.
 
         Layers that keep a state continue from `states`; None means that these are the first tokens. Floats [b, n, D]
-        are taken in place of the tokens' embeddings. Returns the logits [b, keep, vocab] of the last `keep` tokens, on
-        the device where tokens go in.
+        are taken in place of the tokens' embeddings. Returns the logits [b, keep, vocab] of the last `keep` tokens, or
+        of a slice of those that come out of the layers, on the device where tokens go in.
         """
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         before, self.handler, self.states = (self.handler, self.states), handler, states
@@ -124,6 +134,18 @@ class Hook:
         assert self.handler is not None
         return self.handler(layer, q, k, v, softmax)
 
+    def read(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        """Pass a reader's attention to the KV of `layer` on to the handler of the current run.
+
+        Raises:
+            KvcliError: that handler does not serve such models (usage).
+        """
+        if not isinstance(self.handler, Reads):
+            raise usage_error(
+                "layers of this model read the KV of others, which this command does not serve", "use another model"
+            )
+        return self.handler.read(layer, q, softmax)
+
 
 @contextmanager
 def attached(model: PreTrainedModel, placement: Placement | None = None) -> Iterator[Hook]:
@@ -138,7 +160,7 @@ def attached(model: PreTrainedModel, placement: Placement | None = None) -> Iter
 
 def _routed(model: PreTrainedModel, hook: Hook) -> Iterator[Hook]:
     modules, before = hook.modules, attention_implementation(model)
-    for layer, module in enumerate(modules):
+    for module, layer in [*zip(modules, range(len(modules)), strict=True), *hook.readers.items()]:
         module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
     model.set_attn_implementation(NAME)
     try:
@@ -147,7 +169,7 @@ def _routed(model: PreTrainedModel, hook: Hook) -> Iterator[Hook]:
             yield hook
     finally:
         model.set_attn_implementation(before)
-        for module in modules:
+        for module in [*modules, *hook.readers]:
             del module.kvcli_hook, module.kvcli_layer
 
 
@@ -166,14 +188,23 @@ def _attention(
     if attention_mask is not None and hook.index is None:
         raise RuntimeError("transformers built an attention mask although the attention has no mask function")
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    if module in hook.readers:
+        return _as_made(hook.read(layer, query, softmax), value), None
     if hook.index is not None:
         softmax = softmax._replace(selected=selected_of(given, hook.positions, hook.index.block))
         if hook.index.keys is not None:
             key, value = with_index(hook.index.keys, key, value, hook.geometry.layers[layer])
     query, latent = hook.tempered(layer, query), hook.latents[layer]
-    if latent is None:
-        return hook.attend(layer, query, key, value, softmax), None
-    return latent.value(hook.attend(layer, latent.query(query), key, value, softmax)), None
+    if latent is not None:
+        return latent.value(hook.attend(layer, latent.query(query), key, value, softmax)), None
+    more = key.shape[-1] - value.shape[-1]
+    padded = functional.pad(value, (0, more)) if more else value  # caches keep keys and values in one tensor
+    return _as_made(hook.attend(layer, query, key, padded, softmax), value), None
+
+
+def _as_made(out: Tensor, value: Tensor) -> Tensor:
+    """Cut outputs [b, n, H, d] to the size of the layer's values, and make them contiguous: modules view them."""
+    return out[..., : value.shape[-1]].contiguous()
 
 
 AttentionInterface.register(NAME, _attention)

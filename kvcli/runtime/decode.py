@@ -43,8 +43,16 @@ class BlockingPipeline:
             method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], softmax.of(row))  # [H, d]
             for row, method in enumerate(self.methods)
         ]
-        outs += outs[-1:] * (len(q) - len(outs))
-        return torch.stack(outs)[:, None]
+        return self._stacked(outs, len(q))
+
+    def read(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with one token per sequence to KV that `layer` has: q [b, H, 1, d] -> [b, 1, H, d]."""
+        outs = [method.attend_to(layer, q[row, :, 0], softmax) for row, method in enumerate(self.methods)]
+        return self._stacked(outs, len(q))
+
+    def _stacked(self, outs: list[Tensor], rows: int) -> Tensor:
+        """Stack the outputs [H, d] of all methods into rows [b, 1, H, d]."""
+        return torch.stack([*outs, *outs[-1:] * (rows - len(outs))])[:, None]
 
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
         """Return each sequence's index keys [n, c] of its tokens so far; `keys` [b, 1, c] are the newest ones'."""

@@ -80,8 +80,12 @@ class Engine:
         """Make the context for the method object of a sequence; `question` holds the prompt's last tokens.
 
         `capacity`, one of the engine's, leaves room for more tokens than the sequence will have.
+
+        Raises:
+            KvcliError: the model has an embedding for each position, and too few of them (usage).
         """
         capacity = capacity or prompt_tokens + max_tokens
+        self.model.geometry.beyond_positions(prompt_tokens + max_tokens, self.model.name)
         context = SequenceContext.of(
             len(self.layers),
             self.model.device,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,7 +58,7 @@ def fused_by(kernels: Kernels, model: PreTrainedModel) -> Iterator[None]:
             _fuse(module, kernels, left)
         for name in {type(module).__module__ for module in model.modules()}:
             turn = getattr(sys.modules[name], "apply_rotary_pos_emb", None)
-            if turn is not None:
+            if turn is not None and "k" in signature(turn).parameters:  # not where it rotates one tensor at a time
                 left.enter_context(replaced(sys.modules[name], "apply_rotary_pos_emb", Turning(turn, kernels)))
         yield
 

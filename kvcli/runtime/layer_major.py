@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kvcli.kernels.softmax import Softmax
 from kvcli.memory.host_pool import PIECE_BYTES
 from kvcli.memory.tiers import Tiers
+from kvcli.models.auto import rotary_of
 from kvcli.models.geometry import ModelGeometry
 from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Rope
@@ -34,25 +35,27 @@ CHUNKS_ON_DEVICE = 4
 def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.device) -> bool:
     """Tell whether the hidden states of `tokens` pass through the device by chunks.
 
-    They cannot if layers with a state read a prompt in one piece.
+    They cannot if layers with a state read a prompt in one piece, or if the model makes more of a token than its hidden
+    state before the first layer.
     """
     large = tokens * geometry.streams * geometry.hidden_size * itemsize >= STREAMED_BYTES
-    return device.type == "cuda" and large and all(state.resumes for state in geometry.states)
+    apart = not geometry.beside_hidden and all(state.resumes for state in geometry.states)
+    return device.type == "cuda" and large and apart
 
 
 class ResidentHiddenStates:
-    """Hidden states [1, n, D] on the device, which layers overwrite part by part."""
+    """Hidden states [1, n, D] on the device, or several [.., 1, n, D], which layers overwrite part by part."""
 
     def __init__(self, hidden: Tensor):
         self.hidden = hidden
 
     def read(self, part: slice) -> Tensor:
         """Return a view of a part [1, m, D]."""
-        return self.hidden[:, part]
+        return self.hidden[..., part, :]
 
     def write(self, part: slice, out: Tensor) -> None:
         """Store a layer's output for a part."""
-        self.hidden[:, part] = out
+        self.hidden[..., part, :] = out
 
 
 class StreamedHiddenStates:
@@ -209,8 +212,9 @@ def layer_major(
     advance: Callable[[int], None],
     streamed: StreamedHiddenStates | None = None,
 ) -> Iterator[None]:
-    """Make every decoder layer run over its input by its parts, in place; the last one keeps only the tokens `last`.
+    """Make every decoder layer run over its input by its parts, in place.
 
+    Only the tokens `last` leave the last layer that keeps something of the tokens; those after it run on these alone.
     If hidden states are `streamed`, no layer reads the placeholder that the model is given for them. Rotary angles are
     looked up part by part. During `advance` the layers are restored, so that other sequences can take a step.
     """
@@ -237,11 +241,14 @@ def layer_major(
     decoder = decoder_of(hook.model)
     modules: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
     found: list[Callable[..., Any] | None] = []
+    keeps = max(place for place, layer in enumerate(hook.geometry.decoder) if layer.keeps)
     forwards = [
-        _by_parts(hook, layer.forward, own, between, last if layer is modules[-1] else None, streamed)
-        for layer, own in zip(modules, parts, strict=True)
+        _by_parts(hook, layer.forward, own, between, last if place == keeps else None, streamed)
+        if place <= keeps
+        else _by_rows(hook, layer.forward, last, own[-1].stop, between)
+        for place, (layer, own) in enumerate(zip(modules, parts, strict=True))
     ]
-    if isinstance(rope := getattr(decoder, "rotary_emb", None), Rope):
+    if isinstance(rope := rotary_of(hook.model), Rope):
         modules.append(rope)
         forwards.append(_later(rope.forward))
     put_in()
@@ -276,10 +283,25 @@ def _by_parts(
                 states.write(part, made)
             else:  # copies, so that the rest of a part is freed
                 rows = (row - part.start for row in last if part.start <= row < part.stop)
-                kept += [made[:, row : row + 1].clone() for row in rows]
+                kept += [made[..., row : row + 1, :].clone() for row in rows]
             advance(part.stop - part.start)
-        done = hidden_states if last is None else torch.cat(kept, 1)
+        done = hidden_states if last is None else torch.cat(kept, -2)
         return (done, *joined(beside)) if isinstance(out, tuple) else done
+
+    return run
+
+
+def _by_rows(
+    hook: Hook, forward: Callable[..., Any], rows: Sequence[int], length: int, advance: Callable[[int], None]
+) -> Callable[..., Any]:
+    """Run a layer on some of `length` tokens: its hidden states [1, m, D] are of these `rows`, its arguments of all."""
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cut = [_cut(arg, rows, length) for arg in args]
+        with hook.at(hook.positions[:, rows]):
+            out = forward(hidden_states, *cut, **{name: _cut(arg, rows, length) for name, arg in kwargs.items()})
+        advance(length)
+        return out
 
     return run
 
@@ -294,8 +316,8 @@ class _Later:
         """Look them up on another device."""
         return _Later(self.look_up, self.like.to(device), self.positions.to(device))
 
-    def at(self, part: slice) -> Any:
-        """Look up those of a part."""
+    def at(self, part: slice | Sequence[int]) -> Any:
+        """Look up those of some tokens."""
         return self.look_up(self.like, self.positions[..., part])
 
 
@@ -307,12 +329,18 @@ def _later(look_up: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _cut(arg: Any, part: slice, length: int) -> Any:
-    """Slice arguments as long as the sequence: position ids [1, s] and rotary tables ([1, s, d], [1, s, d])."""
+def _cut(arg: Any, part: slice | Sequence[int], length: int) -> Any:
+    """Cut arguments as long as the sequence.
+
+    These are position ids [1, s], rotary tables ([1, s, d], [1, s, d]), inputs of each layer [1, s, p], and factors of
+    queries [1, 1, s, 1].
+    """
     if isinstance(arg, _Later):
         return arg.at(part)
     if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[1] == length:
         return arg[:, part]
+    if isinstance(arg, Tensor) and arg.dim() == 4 and arg.shape[2] == length:
+        return arg[:, :, part]
     if isinstance(arg, tuple):
         return tuple(_cut(item, part, length) for item in arg)
     return arg

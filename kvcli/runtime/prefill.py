@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.block_attention import add_sinks, block_attention
+from kvcli.kernels.decode_attention import decode_attention
 from kvcli.kernels.prefill_attention import ROWS, AShape, Pattern, prefill_attention, sparse_attention, vertical_slash
 from kvcli.kernels.selected_attention import selected_attention
 from kvcli.kernels.softmax import Softmax
@@ -368,6 +369,7 @@ class PrefillAttention:
         self.kv = torch.empty(0)  # [t, Hk, longest, d] of the current layer
         self.lent = False  # by the cache that keeps it
         self.q = self.common_q = torch.empty(0)  # [H, rows, d], its last queries
+        self.shared: dict[int, list[list[Tensor]]] = {}  # KV of each prompt that later layers read, in pieces
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
@@ -397,6 +399,15 @@ class PrefillAttention:
             self.common_q = self.q if stop == self.start else self.common_q
         return out.transpose(0, 1)[None]
 
+    def read(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to the KV of `layer` with the last token of each prompt: q [1, H, b, d] -> [1, b, H, d].
+
+        Layers that keep nothing run for these tokens alone.
+        """
+        whole = (both(torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]) for pieces in self.shared[layer])
+        outs = [decode_attention(q[0, :, row], k, v, softmax) for row, (k, v) in enumerate(whole)]
+        return torch.stack(outs)[None]
+
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
         """Return the index keys [n, c] of the tokens so far, before the next chunk's `keys` [1, m, c]."""
         if self.branch is None:
@@ -406,8 +417,9 @@ class PrefillAttention:
     def _begin(self, layer: int, like: Tensor) -> None:
         """Make room for a layer, on the device and in the dtype of `like`, and fill in known KV."""
         self.kv = torch.empty(0)  # releases the buffer first, so that one fewer is needed
-        # The common part is read once, into rows that all prompts copy.
-        lent = self.consumers[0].lend(layer, self.lengths[0]) if len(self.consumers) == 1 else None
+        # The common part is read once, into rows that all prompts copy. Later layers need what their method may change.
+        alone = len(self.consumers) == 1 and not self.layers[layer].readers
+        lent = self.consumers[0].lend(layer, self.lengths[0]) if alone else None
         self.lent = lent is not None
         self.offloader, geometry = self.offloaders.on(like.device), self.layers[layer]
         shape = geometry.parts, geometry.num_kv_heads, max(self.lengths), geometry.head_dim
@@ -433,13 +445,27 @@ class PrefillAttention:
         """Give the prompt that was read to its consumer, and continue with the next prompt or the next layer."""
         assert self.branch is not None
         k, v = both(self.kv[:, :, : self.done])
+        last = self.branch + 1 == len(self.consumers)
+        if self.layers[layer].readers:
+            self.shared.setdefault(layer, []).append(self._shared(layer, last))
         work = partial(_given, self.consumers[self.branch], layer, k, v, self.q, softmax)
-        if self.branch + 1 < len(self.consumers):
+        if last:
+            taken = self.layers[layer].readers and self.layers[layer].window is None
+            self.offloader.start(None if self.lent or taken else self.kv, work)
+            self.branch = None
+        else:
             work()  # before the next prompt's own tokens overwrite this one's
             self.branch, self.done, self.q = self.branch + 1, self.start, self.common_q
-        else:
-            self.offloader.start(None if self.lent else self.kv, work)
-            self.branch = None
+
+    def _shared(self, layer: int, last: bool) -> list[Tensor]:
+        """Keep what later layers need of a prompt's KV for its last token; the `last` prompt's stays where it is."""
+        geometry = self.layers[layer]
+        if geometry.window is not None:
+            seen = (self.done - 1) % geometry.window + 1 if geometry.chunked else geometry.window
+            return [self.kv[:, :, max(0, self.done - seen) : self.done].clone()]
+        if last:
+            return [self.kv[:, :, : self.done]]
+        return [self.kv[:, :, : self.start], self.kv[:, :, self.start : self.done].clone()]
 
 
 def _given(consumer: PrefillFanout, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:
@@ -504,7 +530,8 @@ def prefill_branches(
         stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], last, advance, hidden))
         # A placeholder of the same length stands for hidden states in host memory.
         given = tokens if hidden is None else torch.zeros(*tokens.shape, 1, dtype=hook.model.dtype, device=device)
-        logits = hook.run(attention, given, positions, len(last), states)
+        # Of the last layers come only the tokens `last`.
+        logits = hook.run(attention, given, positions, slice(None), states)
     return logits[0]
 
 

@@ -14,6 +14,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.geometry import LayerGeometry, ModelGeometry
 from kvcli.runtime.attention_hook import Handler, Hook
+from kvcli.runtime.decode import BlockingPipeline
 from kvcli.runtime.recurrent import BatchStates, States
 
 
@@ -48,8 +49,13 @@ def windowed_prefill(
 def extend(hook: Hook, ids: Sequence[int], method: AnyMethod, keep: int = 1) -> Tensor:
     """Read n >= 1 more tokens as one window into a method -> logits of the last `keep` of them [keep, vocab].
 
-    For methods that attend by windows: full attention, and those with a `prefill_window` of at least n.
+    For methods that attend by windows: full attention, and those with a `prefill_window` of at least n. Where layers
+    read the KV of others, which by then may have dropped what a window's first tokens attend to, tokens go one by one.
     """
+    if hook.geometry.shares:
+        states, handler = BatchStates(hook.geometry.states, [method.states]), BlockingPipeline([method])
+        rows = [_run(hook, handler, [token], method.caches[0].length, 1, states) for token in ids]
+        return torch.cat(rows)[-keep:]
     attention = WindowAttention(method, hook.geometry, lambda _: None)
     return _read(hook, attention, ids, method.caches[0].length, keep)
 

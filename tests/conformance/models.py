@@ -22,7 +22,7 @@ MAX_POSITIONS = 4096
 BOS, EOS, PAD = 0, 1, 2
 
 # The implementations that serve as the reference where sdpa is refused or lacks what the family needs.
-EAGER = frozenset({"gemma2", "gpt_oss", "hy_v4", "hy_v4_images"})
+EAGER = frozenset({"gemma2", "gpt_oss", "hy_v4", "hy_v4_images", "mimo_v2_flash"})
 
 
 def config_of(name: str, **extra: object) -> PreTrainedConfig:
@@ -161,6 +161,10 @@ _KIMI |= {"short_conv_kernel_size": 4}
 _LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2, "use_qk_norm": True}
 _LLAMA4 |= {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 16, "attn_scale": 0.5}
 
+# Two layers keep KV, one of each type, and the others read it.
+_SHARED = {"sliding_window": WINDOW, "layer_types": _alternating(_SLIDING, _FULL), "num_kv_shared_layers": 2}
+_SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+
 KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_images": lambda: _with_vision(
         "Gemma3Config", config_of("Gemma3TextConfig", **_GEMMA3), {**_VISION, **_PATCHES}, mm_tokens_per_image=4
@@ -196,6 +200,41 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "kimi_linear": lambda: config_of("KimiLinearConfig", num_experts=4, **EXPERTS, **LATENT, linear_attn_config=_KIMI),
     "minicpm3": lambda: config_of("MiniCPM3Config", **LATENT, q_lora_rank=24),
     "glm4_moe": lambda: config_of("Glm4MoeConfig", **EXPERTS),
+    "mimo_v2_flash": lambda: config_of(
+        "MiMoV2FlashConfig",
+        head_dim=24,
+        v_head_dim=HEAD_DIM,
+        sliding_window=WINDOW,
+        layer_types=_alternating(_SLIDING, _FULL),
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        **_FEW_EXPERTS,
+    ),
+    "opt": lambda: config_of("OPTConfig", ffn_dim=96, word_embed_proj_dim=HIDDEN),
+    "lfm3": lambda: config_of("Lfm3Config", sliding_window=WINDOW, layer_types=["conv", _SLIDING, "conv", _FULL]),
+    "lfm2_moe": lambda: config_of(
+        "Lfm2MoeConfig", layer_types=["conv", _FULL, "conv", _FULL], num_experts=4, num_dense_layers=1, **_FEW_EXPERTS
+    ),
+    "bamba": lambda: config_of("BambaConfig", attn_layer_indices=[1, 3], **_MAMBA),
+    "beam": lambda: config_of(
+        "BeamConfig",
+        sliding_window=WINDOW,
+        layer_types=_alternating(_SLIDING, _FULL),
+        num_experts=4,
+        n_group=1,
+        topk_group=1,
+        **_FEW_EXPERTS,
+    ),
+    "gemma4": lambda: config_of("Gemma4TextConfig", global_head_dim=32, **_SHARED),
+    "gemma3n": lambda: config_of(
+        "Gemma3nTextConfig",
+        altup_num_inputs=2,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        **_SHARED,
+    ),
 }
 """Models of other kinds than `FAMILIES`: every method runs on each once."""
 

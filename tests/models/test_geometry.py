@@ -17,8 +17,9 @@ from families import (
     tiny_config,
     tiny_model,
 )
-from transformers import GPT2Config, OPTConfig
+from transformers import GPT2Config, RecurrentGemmaConfig
 
+from kvcli.conformance.runs import run
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.geometry import attention_modules, geometry_of, positions_of
 from kvcli.models.loading import ModelSpec, read_config
@@ -45,6 +46,9 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
 }
+
+
+SMALLEST = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB, "lru_width": 64}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,10 +162,30 @@ def test_a_model_whose_output_layer_is_not_given_is_refused(monkeypatch):
         geometry_of(tiny_config("llama"), torch.float32)
 
 
-@pytest.mark.parametrize("config", [GPT2Config(n_layer=1, n_embd=32, n_head=2), OPTConfig(num_hidden_layers=1)])
-def test_models_without_rotary_positions_are_refused(config):
-    with pytest.raises(KvcliError, match="rotary"):
+@pytest.mark.parametrize("config", [GPT2Config(n_layer=1, n_embd=32, n_head=2), RecurrentGemmaConfig(**SMALLEST)])
+def test_models_without_rotary_or_learned_positions_are_refused(config):
+    """GPT-2's layers are not where others are, and some of Recurrent Gemma's keep states that no cache holds."""
+    with pytest.raises(KvcliError, match="rotary or learned"):
         geometry_of(config, torch.float32)
+
+
+def test_a_model_with_learned_positions_has_no_others():
+    geometry = geometry_of(tiny_config("opt"), torch.float32)
+    assert geometry.learned_positions
+    assert not any(layer.rope for layer in geometry.layers)
+    assert geometry.beyond_positions(MAX_POSITIONS, "opt") is None
+    with pytest.raises(
+        KvcliError, match=r"4,097 tokens .* are more than the 4,096 positions opt was made for"
+    ) as caught:
+        geometry.beyond_positions(MAX_POSITIONS + 1, "opt")
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert not geometry_of(tiny_config("gemma4"), torch.float32).learned_positions
+
+
+def test_a_run_beyond_learned_positions_is_refused():
+    model = tiny_model("opt")
+    with pytest.raises(KvcliError, match="4,096 positions"):
+        run(model, "full", {}, [[5, 6, 7]], MAX_POSITIONS)
 
 
 def test_a_bidirectional_or_headless_model_is_refused():

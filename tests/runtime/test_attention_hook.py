@@ -1,9 +1,11 @@
 import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
+from transformers import AttentionInterface
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import attention_modules
+from kvcli.runtime import attention_hook
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.decode import BlockingPipeline
 
@@ -73,3 +75,39 @@ def test_blocking_pipeline_keeps_rows_apart():
     out = BlockingPipeline([Echo(1), Echo(2), Echo(3)])(0, q, k, k, Softmax(1.0))
     assert out.shape == (3, 1, 4, 8)
     assert torch.equal(out[2, 0], q[2, :, 0] * 3)
+
+
+def test_values_narrower_than_keys_are_padded_and_cut():
+    model = tiny_model("mimo_v2_flash")
+    seen = []
+
+    def handler(layer, q, k, v, softmax):
+        seen.append((k.shape[-1], v.shape[-1], bool(v[..., 16:].any())))
+        return q.transpose(1, 2)  # neither contiguous nor as narrow as the values
+
+    with attached(model) as hook, torch.inference_mode():
+        hook.run(handler, torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]]))
+    assert seen == [(24, 24, False)] * 4
+
+
+def test_modules_that_view_the_output_get_it_contiguous():
+    """As those of afmoe do."""
+    model, contiguous = tiny_model("llama"), []
+
+    def seen(module, query, *args, **kwargs):
+        out, _ = attention_hook._attention(module, query, *args, **kwargs)
+        contiguous.append(out.is_contiguous())
+        return out, None
+
+    AttentionInterface.register("kvcli", seen)
+    try:
+        with attached(model) as hook, torch.inference_mode():
+            hook.run(lambda layer, q, k, v, softmax: _by_channel(q), torch.tensor([[5, 6]]), torch.tensor([[0, 1]]))
+    finally:
+        AttentionInterface.register("kvcli", attention_hook._attention)
+    assert contiguous == [True] * 4
+
+
+def _by_channel(q):
+    """Queries [b, H, n, d] as an output [b, n, H, d] whose channels do not lie side by side."""
+    return q.transpose(1, 2).mT.contiguous().mT

@@ -206,7 +206,8 @@ def _step(tried: Probe, rates: MachineRates, subject: PlannedRun, method: AnyMet
     def moving(layer: LayerGeometry, length: int) -> float:
         traffic, group = method.traffic(layer.index, length), layer.num_heads // layer.num_kv_heads
         work = layer_work(traffic, group, subject.dtype.itemsize, tried.missed or 0.0)
-        return sum(part.read / tried.read + part.to_device / rates.to_device.median for part in work.values())
+        moved = sum(part.read / tried.read + part.to_device / rates.to_device.median for part in work.values())
+        return (1 + layer.readers) * moved
 
     beyond = sum(moving(layer, context + 1) - moving(layer, tried.length + 1) for layer in geometry.layers)
     head = (geometry.parts.head - tried.geometry.parts.head) / rates.read.median

@@ -111,7 +111,8 @@ def few_layers(
     layer_bytes = (parts.projections + parts.mlp + parts.experts) // geometry.depth
     widest = max(layer.token_size for layer in geometry.layers)
     token_bytes = widest * dtype.itemsize * batch
-    fewest = 1 + max(kinds.index(kind) for kind in set(kinds))  # at least one of each kind, and all layers before it
+    # At least one of each kind, and all layers before it; all, if a config counts those that read the KV of others.
+    fewest = len(kinds) if geometry.shares else 1 + max(kinds.index(kind) for kind in set(kinds))
     ample = (
         2 * getattr(profile.settings, "budget", 0) + 1024
     )  # tokens, more than the budget, so that there is something to select

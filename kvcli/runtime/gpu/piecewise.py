@@ -25,12 +25,14 @@ from kvcli.runtime.sequence import RunningSequence
 
 
 class Call(NamedTuple):
-    """A layer's attention: queries [b, H, 1, d], keys and values [b, Hk, 1, d]; its result goes to out [b, 1, H, d]."""
+    """A layer's attention: queries [b, H, 1, d], keys and values [b, Hk, 1, d]; its result goes to out [b, 1, H, d].
+
+    There is no `kv` if a later layer reads that of `layer`.
+    """
 
     layer: int
     q: Tensor
-    k: Tensor
-    v: Tensor
+    kv: tuple[Tensor, Tensor] | None
     softmax: Softmax
     out: Tensor
 
@@ -60,6 +62,7 @@ class PiecewiseStepper(Stepper):
         self.positions = torch.zeros_like(self.tokens)
         self.taking_part: list[int] = []
         self.calls: list[Call] = []  # of the layers, in order
+        self.cut: Callable[[], None] | None = None  # ends a piece, while pieces are captured
         self.logits: Tensor | None = None  # [b, vocab] of the last step
         rope.use([sequence.method.context.capacity for sequence in sequences])
         if recorder is None and device.type == "cuda":
@@ -98,9 +101,21 @@ class PiecewiseStepper(Stepper):
         self.left.close()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Attend for the sequences that take part: the handler of a step that is not replayed."""
-        call = Call(layer, q, k, v, softmax, q.new_zeros(q.transpose(1, 2).shape))
-        self._attend(call)
+        """Attend for the sequences that take part, or end a piece of a step that is captured."""
+        return self._call(layer, q, (k, v), softmax)
+
+    def read(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attend to the KV of an earlier layer."""
+        return self._call(layer, q, None, softmax)
+
+    def _call(self, layer: int, q: Tensor, kv: tuple[Tensor, Tensor] | None, softmax: Softmax) -> Tensor:
+        # The zeros belong to the piece before; attention overwrites them before the next piece.
+        call = Call(layer, q, kv, softmax, q.new_zeros(q.transpose(1, 2).shape))
+        if self.cut is None:
+            self._attend(call)
+        else:
+            self.calls.append(call)
+            self.cut()
         return call.out
 
     def _run(self) -> None:
@@ -108,21 +123,23 @@ class PiecewiseStepper(Stepper):
 
     def _attend(self, call: Call) -> None:
         for row in self.taking_part:
-            q, k, v = (x[row, :, 0] for x in (call.q, call.k, call.v))
-            call.out[row, 0] = self.sequences[row].method.attend(call.layer, q, k, v, call.softmax)
+            method, q = self.sequences[row].method, call.q[row, :, 0]
+            if call.kv is None:
+                call.out[row, 0] = method.attend_to(call.layer, q, call.softmax)
+            else:
+                k, v = (x[row, :, 0] for x in call.kv)
+                call.out[row, 0] = method.attend(call.layer, q, k, v, call.softmax)
 
     def _capture(self, recorder: Recorder, notice: Callable[[str], None]) -> None:
         """Capture a step in pieces, while no sequence takes part."""
 
-        def cut(layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-            # The zeros belong to the piece before; attention overwrites them before the next piece.
-            self.calls.append(Call(layer, q, k, v, softmax, q.new_zeros(q.transpose(1, 2).shape)))
-            recorder.cut()
-            return self.calls[-1].out
-
         def work() -> None:
-            with self.hook.carried(recorder):
-                self.logits = self.hook.run(cut, self.tokens, self.positions, 1, self.states)[:, 0]
+            self.cut = recorder.cut
+            try:
+                with self.hook.carried(recorder):
+                    self._run()
+            finally:
+                self.cut = None
 
         try:
             recorder.record(self._run, work)
