@@ -51,7 +51,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, q_lora_rank=24, index_n_heads=2, index_topk=8),
         "index of their own",
     ),
-    "longcat_flash": (lambda: config_of("LongcatFlashConfig", **EXPERTS, **LATENT, q_lora_rank=24), "several modules"),
     "t5": (
         lambda: transformers.T5Config(vocab_size=VOCAB, d_model=HIDDEN, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
         "encoder-decoder",

@@ -212,6 +212,16 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         **_FEW_EXPERTS,
     ),
+    "longcat_flash": lambda: config_of(  # two attentions in each of two decoder layers
+        "LongcatFlashConfig",
+        q_lora_rank=24,
+        ffn_hidden_size=96,
+        expert_ffn_hidden_size=32,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
+        **LATENT,
+    ),
     "opt": lambda: config_of("OPTConfig", ffn_dim=96, word_embed_proj_dim=HIDDEN),
     "lfm3": lambda: config_of("Lfm3Config", sliding_window=WINDOW, layer_types=["conv", _SLIDING, "conv", _FULL]),
     "lfm2_moe": lambda: config_of(
