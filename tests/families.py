@@ -48,7 +48,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: transformers.MambaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, state_size=4, num_hidden_layers=2),
         "state-space",
     ),
-    "longcat_flash": (lambda: config_of("LongcatFlashConfig", **EXPERTS, **LATENT, q_lora_rank=24), "several modules"),
     "t5": (
         lambda: transformers.T5Config(vocab_size=VOCAB, d_model=HIDDEN, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
         "encoder-decoder",

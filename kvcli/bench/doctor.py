@@ -333,7 +333,7 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
     held = _memory_check(spec, config, dtype, geometry, path)
     runs = "kvcli runs it" if held.state is CheckState.OK else "kvcli runs such models, but not this one in this memory"
     yield Check("model", CheckState.OK, f"{config.model_type}, {geometry.depth} layers: {runs}")
-    places = [place for place, layer in enumerate(geometry.decoder) if layer.attention]
+    places = [place for place, layer in enumerate(geometry.decoder) for _ in layer.attention]
     ways: dict[str, list[int]] = {}
     for place, layer in zip(places, geometry.layers, strict=True):
         ways.setdefault(_way(layer), []).append(place)

@@ -80,7 +80,7 @@ class Workspace:
                 cache.lends and not each.readers for cache, each in zip(method.caches, geometry.layers, strict=True)
             ]
             needs = [0 if none else size for none, size in zip(lent, needs, strict=True)]
-        kv = max(needs)
+        kv = max(needs) * max(len(each.attention) for each in geometry.decoder)
         buffers = prefill_buffers(device, kv) * kv
         if window is None and method is not None and streamed(geometry, length, itemsize, device):
             waiting = sum(nbytes(*each.waiting()) for each in method.waiting)
@@ -133,7 +133,7 @@ def _with_state(geometry: ModelGeometry, chunk: int, length: int, itemsize: int,
     """
     states, attended = iter(geometry.states), False
     for layer in geometry.decoder:
-        attended = attended or layer.attention is not None
+        attended = attended or bool(layer.attention)
         if layer.state is None:
             continue
         state = next(states)

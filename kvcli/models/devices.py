@@ -203,8 +203,8 @@ def place(
         what = "layers of this model read the KV of others, which lies on one device"
         raise KvcliError(what, "name a single device", ExitCode.USAGE)
     attending = iter(geometry.layers)
-    of_layers = [next(attending) if layer.attention else None for layer in geometry.decoder]
-    sizes = [0 if each is None or each.window is not None else each.token_size for each in of_layers]
+    of_layers = [[next(attending) for _ in layer.attention] for layer in geometry.decoder]
+    sizes = [sum(each.token_size for each in layers if each.window is None) for layers in of_layers]
     sizes = sizes if any(sizes) else [1] * geometry.depth  # caches do not grow with the prompt
     most = sum(free) // sum(sizes)
     least, beyond, found = 0, most + 1, _mapped(model, [0] * geometry.depth, free)
@@ -279,7 +279,7 @@ def _placement(
     return Placement(
         modules={name: devices[number] for name, number in found.items()},
         pieces=tuple(Piece(device, first, stop - 1, weights[at]) for at, (device, first, stop) in enumerate(spans)),
-        attending=tuple(devices[at] for at, layer in zip(layers, geometry.decoder, strict=True) if layer.attention),
+        attending=tuple(devices[at] for at, each in zip(layers, geometry.decoder, strict=True) for _ in each.attention),
         keeping=tuple(devices[at] for at, layer in zip(layers, geometry.decoder, strict=True) if layer.state),
     )
 

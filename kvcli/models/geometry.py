@@ -111,7 +111,7 @@ class ModelGeometry:
     @property
     def strides(self) -> list[int]:
         """Decoder layers that each attending layer stands for: those since the one before; for the last, the rest."""
-        places = [place for place, layer in enumerate(self.decoder) if layer.attention]
+        places = [place for place, layer in enumerate(self.decoder) for _ in layer.attention]
         return [after - before for before, after in pairwise([0, *(place + 1 for place in places[:-1]), self.depth])]
 
     def beyond_positions(self, tokens: int, name: str) -> str | None:
@@ -219,7 +219,7 @@ def rotates_by_length(config: PreTrainedConfig, shorter: int, longer: int) -> bo
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the attention modules of a loaded model, in the order of `ModelGeometry.layers`."""
-    return [model.get_submodule(layer.attention) for layer in geometry_of_model(model).decoder if layer.attention]
+    return [model.get_submodule(name) for layer in geometry_of_model(model).decoder for name in layer.attention]
 
 
 def reader_modules(model: PreTrainedModel) -> dict[nn.Module, int]:
@@ -265,8 +265,9 @@ def _parts(
         return sum(weight.numel() for weight in found)
 
     layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
-    attending = [layer.attention or (layer.reader and layer.reader.name) for layer in decoder]
-    attention = weights(*(model.get_submodule(name) for name in attending if name))
+    readers = [(layer.reader.name,) if layer.reader else () for layer in decoder]
+    attending = [name for layer, read in zip(decoder, readers, strict=True) for name in (*layer.attention, *read)]
+    attention = weights(*map(model.get_submodule, attending))
     experts, whole = weights(*layers, named=".experts."), weights(*layers)
     head = weights(model.get_output_embeddings())  # type: ignore[no-untyped-call]
     number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1

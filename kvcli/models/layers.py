@@ -290,19 +290,19 @@ class Reader(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """The names of the modules of a decoder layer that keep KV and that keep a state, or None.
+    """The names of the modules of a decoder layer that keep KV, in their order, and of the one that keeps a state.
 
     A layer without KV of its own may have a `reader` of another layer's.
     """
 
-    attention: str | None
+    attention: tuple[str, ...]
     state: str | None
     reader: Reader | None = None
 
     @property
     def keeps(self) -> bool:
         """Whether the layer keeps anything of the tokens that it has seen."""
-        return self.attention is not None or self.state is not None
+        return bool(self.attention) or self.state is not None
 
 
 def layer_type_of(rotary: nn.Module, config: PreTrainedConfig, place: int) -> str | None:
@@ -354,14 +354,10 @@ class LayerFinder:
                 indexed = place < len(self._kv) and _has_index(self._kv[place])
                 found = [self._examine(place, module) for module in _with_cache(layer, indexed)]
                 attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
-                if max(len(attention), len(state)) > 1:
-                    raise refusal(model.config, "several modules of a decoder layer attend, or keep a state")
-                own, kept = (next(iter(each), None) for each in (attention, state))
-                if self._read is None:
-                    self.decoder.append(DecoderLayer(own, kept))
-                else:
-                    assert own is not None
-                    self.decoder.append(DecoderLayer(None, kept, Reader(own, self._read)))
+                if len(state) > 1 or (self._read is not None and len(attention) > 1):
+                    raise refusal(model.config, "several modules of a decoder layer keep a state, or read another's KV")
+                reader = None if self._read is None else Reader(attention.pop(), self._read)
+                self.decoder.append(DecoderLayer(tuple(attention), next(iter(state), None), reader))
         tables = [each for each in decoder_of(model).children() if isinstance(each, nn.Embedding)]
         beside = any(each is not model.get_input_embeddings() for each in tables)
         self.learned_positions: bool = rotary is None and beside  # what else than tokens is embedded is where they are
@@ -434,7 +430,8 @@ class LayerFinder:
             reason = f"its keys have {key.shape[-1]} dimensions and its values more, {value.shape[-1]}"
             raise refusal(self.model.config, reason)
         latent = Latent.of(module)
-        kv = self._kv[place] if place < len(self._kv) else None
+        number = _number(module)
+        kv = self._kv[number] if number < len(self._kv) else None
         if type(kv) not in _KEYS_AND_VALUES and not _has_index(kv):
             raise refusal(self.model.config, f"layer {place} shares its keys and values, or keeps them in another form")
         window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None

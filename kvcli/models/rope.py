@@ -338,7 +338,7 @@ def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list
     shared: dict[tuple[int, str | None, int], Rotary] = {}
     rotary: list[Rotary | None] = []
     geometry = geometry_of_model(model)
-    places = [place for place, each in enumerate(geometry.decoder) if each.attention]
+    places = [place for place, each in enumerate(geometry.decoder) for _ in each.attention]
     for place, module, layer, frequencies in zip(
         places, attention_modules(model), geometry.layers, of_layers, strict=True
     ):

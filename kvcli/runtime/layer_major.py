@@ -44,18 +44,26 @@ def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.
 
 
 class ResidentHiddenStates:
-    """Hidden states [1, n, D] on the device, or several [.., 1, n, D], which layers overwrite part by part."""
+    """Hidden states [1, n, D] on the device, which layers overwrite part by part.
+
+    A model may have several of a token: [s, 1, n, D] or [1, n, s, D].
+    """
 
     def __init__(self, hidden: Tensor):
         self.hidden = hidden
 
     def read(self, part: slice) -> Tensor:
         """Return a view of a part [1, m, D]."""
-        return self.hidden[..., part, :]
+        return self.hidden[_of_tokens(self.hidden, part)]
 
     def write(self, part: slice, out: Tensor) -> None:
         """Store a layer's output for a part."""
-        self.hidden[..., part, :] = out
+        self.hidden[_of_tokens(self.hidden, part)] = out
+
+
+def _of_tokens(hidden: Tensor, part: slice) -> tuple[slice, ...]:
+    """Return the index of some tokens: their axis follows that of the single sequence."""
+    return (slice(None),) * (1 if hidden.shape[0] == 1 else 2) + (part,)
 
 
 class StreamedHiddenStates:
@@ -283,9 +291,9 @@ def _by_parts(
                 states.write(part, made)
             else:  # copies, so that the rest of a part is freed
                 rows = (row - part.start for row in last if part.start <= row < part.stop)
-                kept += [made[..., row : row + 1, :].clone() for row in rows]
+                kept += [made[_of_tokens(made, slice(row, row + 1))].clone() for row in rows]
             advance(part.stop - part.start)
-        done = hidden_states if last is None else torch.cat(kept, -2)
+        done = hidden_states if last is None else torch.cat(kept, len(_of_tokens(kept[0], slice(0))) - 1)
         return (done, *joined(beside)) if isinstance(out, tuple) else done
 
     return run

@@ -345,10 +345,28 @@ class Branches:
         return list(accumulate(parts))[parts[0] == 0 :]
 
 
+@dataclass
+class _Reading:
+    """A layer whose prompts are being read: the KV so far of the prompt number `branch`, kv [t, Hk, longest, d].
+
+    `lent` tells whether its rows are those of the cache that keeps them. q and common_q [H, rows, d] are the last
+    queries so far, and those at the end of the common part.
+    """
+
+    kv: Tensor
+    lent: bool
+    offloader: PrefillOffloader
+    q: Tensor
+    common_q: Tensor
+    done: int
+    branch: int = 0
+
+
 class PrefillAttention:
     """The handler during prefill: collects a layer's KV chunk by chunk, attends, passes the whole on.
 
-    `consumers` has one for each prompt of the branches. The common part is read once, and shown to all of them.
+    `consumers` has one for each prompt of the branches. The common part is read once, and shown to all of them. Several
+    attentions of one decoder layer take turns, chunk by chunk.
     """
 
     def __init__(
@@ -364,22 +382,16 @@ class PrefillAttention:
         self.start = len(branches.common)  # where the prompts diverge
         self.lengths = [self.start + len(rest) for rest in branches.rests]
         self.offloaders = PrefillOffloaders()
-        self.branch: int | None = None  # the prompt being read; None at a layer's beginning
-        self.done = 0  # its tokens of the current layer
-        self.kv = torch.empty(0)  # [t, Hk, longest, d] of the current layer
-        self.lent = False  # by the cache that keeps it
-        self.q = self.common_q = torch.empty(0)  # [H, rows, d], its last queries
+        self.reading: dict[int, _Reading] = {}  # layers that have begun
         self.shared: dict[int, list[list[Tensor]]] = {}  # KV of each prompt that later layers read, in pieces
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with the next chunk: q [1, H, n, d], k and v [1, Hk, n, d] -> [1, n, H, d]."""
-        if self.branch is None:
-            self._begin(layer, k)
-        assert self.branch is not None
-        stop = self.done + k.shape[2]
-        self.kv[0, :, self.done : stop] = k[0]
-        self.kv[-1, :, self.done : stop] = v[0]
-        seen_k, seen_v = both(self.kv[:, :, :stop])
+        now = self.reading.get(layer) or self._begin(layer, k)
+        stop = now.done + k.shape[2]
+        now.kv[0, :, now.done : stop] = k[0]
+        now.kv[-1, :, now.done : stop] = v[0]
+        seen_k, seen_v = both(now.kv[:, :, :stop])
         geometry = self.layers[layer]
         if softmax.selected is not None:
             keys, values = (x[..., geometry.index_channels :] for x in (seen_k, seen_v))
@@ -388,15 +400,15 @@ class PrefillAttention:
             out = self.sparse(layer, q[0], seen_k, seen_v, softmax)
         else:
             out = prefill_attention(q[0], seen_k, seen_v, softmax, geometry.window, geometry.chunked)
-        for consumer in self.consumers if stop <= self.start else self.consumers[self.branch :][:1]:
+        for consumer in self.consumers if stop <= self.start else self.consumers[now.branch :][:1]:
             consumer.observe(layer, q[0], seen_k, softmax)
-        self.q = torch.cat((self.q, q[0, :, -self.rows :]), 1)[:, -self.rows :] if self.rows else self.q
-        self.done = stop
-        if stop == self.lengths[self.branch]:
-            self._hand_over(layer, softmax)
+        now.q = torch.cat((now.q, q[0, :, -self.rows :]), 1)[:, -self.rows :] if self.rows else now.q
+        now.done = stop
+        if stop == self.lengths[now.branch]:
+            self._hand_over(layer, now, softmax)
         else:
-            self._hand_over_part(layer, seen_k, seen_v)
-            self.common_q = self.q if stop == self.start else self.common_q
+            self._hand_over_part(layer, now, seen_k, seen_v)
+            now.common_q = now.q if stop == self.start else now.common_q
         return out.transpose(0, 1)[None]
 
     def read(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
@@ -410,62 +422,58 @@ class PrefillAttention:
 
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
         """Return the index keys [n, c] of the tokens so far, before the next chunk's `keys` [1, m, c]."""
-        if self.branch is None:
-            self._begin(layer, keys)
-        return [index_keys(self.kv[:, :, : self.done], self.layers[layer])]
+        now = self.reading.get(layer) or self._begin(layer, keys)
+        return [index_keys(now.kv[:, :, : now.done], self.layers[layer])]
 
-    def _begin(self, layer: int, like: Tensor) -> None:
+    def _begin(self, layer: int, like: Tensor) -> _Reading:
         """Make room for a layer, on the device and in the dtype of `like`, and fill in known KV."""
-        self.kv = torch.empty(0)  # releases the buffer first, so that one fewer is needed
         # The common part is read once, into rows that all prompts copy. Later layers need what their method may change.
         alone = len(self.consumers) == 1 and not self.layers[layer].readers
         lent = self.consumers[0].lend(layer, self.lengths[0]) if alone else None
-        self.lent = lent is not None
-        self.offloader, geometry = self.offloaders.on(like.device), self.layers[layer]
+        offloader, geometry = self.offloaders.on(like.device), self.layers[layer]
         shape = geometry.parts, geometry.num_kv_heads, max(self.lengths), geometry.head_dim
-        self.kv = self.offloader.buffer(shape, like.dtype) if lent is None else lent
-        self.q = self.common_q = like.new_empty(geometry.num_heads, 0, geometry.head_dim - geometry.index_channels)
-        self.branch, self.done = 0, self.branches.skip
+        kv = offloader.buffer(shape, like.dtype) if lent is None else lent
+        none = like.new_empty(geometry.num_heads, 0, geometry.head_dim - geometry.index_channels)
+        now = self.reading[layer] = _Reading(kv, lent is not None, offloader, none, none, self.branches.skip)
         if self.branches.known is not None:
-            self.branches.known.fill(layer, self.kv[:, :, : self.done])
+            self.branches.known.fill(layer, kv[:, :, : now.done])
+        return now
 
-    def _hand_over_part(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def _hand_over_part(self, layer: int, now: _Reading, k: Tensor, v: Tensor) -> None:
         """Offload what can leave of the tokens so far, k and v [Hk, m, d], while the next chunk is computed.
 
         Common tokens go only to the first prompt's consumer: sharing is settled when it has all of them.
         """
-        assert self.branch is not None
-        work = partial(self.consumers[self.branch].take_part, layer, k, v)
-        if self.branch + 1 < len(self.consumers):
+        work = partial(self.consumers[now.branch].take_part, layer, k, v)
+        if now.branch + 1 < len(self.consumers):
             work()  # as in `_hand_over`
         else:
-            self.offloader.beside(work)
+            now.offloader.beside(work)
 
-    def _hand_over(self, layer: int, softmax: Softmax) -> None:
+    def _hand_over(self, layer: int, now: _Reading, softmax: Softmax) -> None:
         """Give the prompt that was read to its consumer, and continue with the next prompt or the next layer."""
-        assert self.branch is not None
-        k, v = both(self.kv[:, :, : self.done])
-        last = self.branch + 1 == len(self.consumers)
+        k, v = both(now.kv[:, :, : now.done])
+        last = now.branch + 1 == len(self.consumers)
         if self.layers[layer].readers:
-            self.shared.setdefault(layer, []).append(self._shared(layer, last))
-        work = partial(_given, self.consumers[self.branch], layer, k, v, self.q, softmax)
+            self.shared.setdefault(layer, []).append(self._shared(layer, now, last))
+        work = partial(_given, self.consumers[now.branch], layer, k, v, now.q, softmax)
         if last:
             taken = self.layers[layer].readers and self.layers[layer].window is None
-            self.offloader.start(None if self.lent or taken else self.kv, work)
-            self.branch = None
+            now.offloader.start(None if now.lent or taken else now.kv, work)
+            del self.reading[layer]  # with its buffer, so that one fewer is needed
         else:
             work()  # before the next prompt's own tokens overwrite this one's
-            self.branch, self.done, self.q = self.branch + 1, self.start, self.common_q
+            now.branch, now.done, now.q = now.branch + 1, self.start, now.common_q
 
-    def _shared(self, layer: int, last: bool) -> list[Tensor]:
+    def _shared(self, layer: int, now: _Reading, last: bool) -> list[Tensor]:
         """Keep what later layers need of a prompt's KV for its last token; the `last` prompt's stays where it is."""
         geometry = self.layers[layer]
         if geometry.window is not None:
-            seen = (self.done - 1) % geometry.window + 1 if geometry.chunked else geometry.window
-            return [self.kv[:, :, max(0, self.done - seen) : self.done].clone()]
+            seen = (now.done - 1) % geometry.window + 1 if geometry.chunked else geometry.window
+            return [now.kv[:, :, max(0, now.done - seen) : now.done].clone()]
         if last:
-            return [self.kv[:, :, : self.done]]
-        return [self.kv[:, :, : self.start], self.kv[:, :, self.start : self.done].clone()]
+            return [now.kv[:, :, : now.done]]
+        return [now.kv[:, :, : self.start], now.kv[:, :, self.start : now.done].clone()]
 
 
 def _given(consumer: PrefillFanout, layer: int, k: Tensor, v: Tensor, q: Tensor, softmax: Softmax) -> None:

@@ -16,7 +16,9 @@ SMALL = [*AMPLE[:2], "--budget", "96", *AMPLE[4:]]
 STEPS = 8
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "llama4_images", "qwen3_vl", "gemma4", "gemma3n"])
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", "llama4_images", "qwen3_vl", "gemma4", "gemma3n", "longcat_flash"]
+)
 def model(request, tmp_path_factory):
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 

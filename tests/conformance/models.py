@@ -212,6 +212,16 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         **_FEW_EXPERTS,
     ),
+    "longcat_flash": lambda: config_of(  # two attentions in each of two decoder layers
+        "LongcatFlashConfig",
+        q_lora_rank=24,
+        ffn_hidden_size=96,
+        expert_ffn_hidden_size=32,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
+        **LATENT,
+    ),
     "opt": lambda: config_of("OPTConfig", ffn_dim=96, word_embed_proj_dim=HIDDEN),
     "lfm3": lambda: config_of("Lfm3Config", sliding_window=WINDOW, layer_types=["conv", _SLIDING, "conv", _FULL]),
     "lfm2_moe": lambda: config_of(
@@ -241,16 +251,16 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
 # So many heads that no two tokens score the same: what lies below zero in all of them scores nothing, and ties are
 # broken by chance.
 _INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
-_SHARED = {"indexer_types": _alternating("full", "shared")}
+_SHARED_INDEX = {"indexer_types": _alternating("full", "shared")}
 _BLOCKS = {"index_n_heads": KV_HEADS, "index_head_dim": HEAD_DIM, "index_block_size": 4, "index_topk_blocks": 3}
 
-_HY_V4 = {**EXPERTS, **LATENT, **_INDEX, **_SHARED, "q_lora_rank": 24}
+_HY_V4 = {**EXPERTS, **LATENT, **_INDEX, **_SHARED_INDEX, "q_lora_rank": 24}
 _HY_V4_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _WINDOWED = {**LATENT, "num_attention_heads": HEADS, "q_lora_rank": 24, "head_dim": 16}
 
 SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v32": lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
-    "glm_moe_dsa": lambda: config_of("GlmMoeDsaConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, q_lora_rank=24),
+    "glm_moe_dsa": lambda: config_of("GlmMoeDsaConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED_INDEX, q_lora_rank=24),
     "axk2": lambda: config_of("AXK2Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
     "hy_v4": lambda: config_of("HYV4Config", **_HY_V4),
     "hy_v4_images": lambda: transformers.HYV4VLConfig(
@@ -263,7 +273,7 @@ SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "mistral_large4": lambda: _with_vision(
         "MistralLarge4Config",
-        config_of("MistralLarge4TextConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED, rope_parameters=_YARN),
+        config_of("MistralLarge4TextConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED_INDEX, rope_parameters=_YARN),
         {"model_type": "pixtral", "head_dim": HEAD_DIM, **_VISION, **_PATCHES},
         image_token_index=5,
     ),

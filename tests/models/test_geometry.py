@@ -264,3 +264,11 @@ def test_an_unknown_kind_of_rotary_scaling_is_named_with_those_that_are_known():
     assert caught.value.exit_code == ExitCode.USAGE
     assert "install a newer transformers" in caught.value.hint
     assert "known: default, linear, dynamic, yarn" in caught.value.hint
+
+
+def test_a_decoder_layer_may_attend_several_times():
+    geometry = geometry_of(tiny_config("longcat_flash"), torch.float32)
+    assert [len(layer.attention) for layer in geometry.decoder] == [2, 2]
+    assert [layer.index for layer in geometry.layers] == [0, 1, 2, 3]
+    assert geometry.strides == [1, 0, 1, 0]
+    assert geometry.depth == 2

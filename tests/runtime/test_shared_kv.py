@@ -121,8 +121,10 @@ def test_several_devices_are_refused():
         place(build_on_meta(config, torch.float32), geometry, devices, [1 << 30] * 2)
 
 
-def test_a_plan_tries_all_layers_or_none():
-    config = tiny_config("gemma4")
+@pytest.mark.parametrize("kind", ["gemma4", "longcat_flash"])
+def test_a_plan_tries_all_layers_or_none(kind):
+    """The first config counts the layers that read from the end, the second counts attentions."""
+    config = tiny_config(kind)
     geometry, free = geometry_of(config, torch.float32), {"host": 1 << 40}
     found = few_layers(config, geometry, torch.float32, resolve_profile("freekv"), 4096, 1, free, most=1)
     assert found is not None

@@ -112,7 +112,9 @@ def few_layers(
     widest = max(layer.token_size for layer in geometry.layers)
     token_bytes = widest * dtype.itemsize * batch
     # At least one of each kind, and all layers before it; all, if a config counts those that read the KV of others.
-    fewest = len(kinds) if geometry.shares else 1 + max(kinds.index(kind) for kind in set(kinds))
+    counted: int = config.get_text_config(decoder=True).num_hidden_layers  # longcat_flash counts attentions
+    whole = geometry.shares or counted != geometry.depth
+    fewest = len(kinds) if whole else 1 + max(kinds.index(kind) for kind in set(kinds))
     ample = (
         2 * getattr(profile.settings, "budget", 0) + 1024
     )  # tokens, more than the budget, so that there is something to select
@@ -120,13 +122,14 @@ def few_layers(
     layers = min(len(kinds), max(fewest, most // (layer_bytes + length * token_bytes)))
     if 2 * layers * (layer_bytes + length * token_bytes) > min(free.values()):
         return None
-    return shortened(config, layers, dtype.itemsize), length
+    return shortened(config, counted if layers == geometry.depth else layers, dtype.itemsize), length
 
 
 def kinds_of(geometry: ModelGeometry, dense: int) -> list[str]:
     """Name the kind of each decoder layer: the way in which it attends, and whether it keeps a state."""
     layers = iter(geometry.layers)
-    return [f"{_kind(next(layers), dense) if each.attention else ''} {each.state is None}" for each in geometry.decoder]
+    ways = [" ".join(_kind(next(layers), dense) for _ in each.attention) for each in geometry.decoder]
+    return [f"{way} {each.state is None}" for way, each in zip(ways, geometry.decoder, strict=True)]
 
 
 def _kind(layer: LayerGeometry, dense: int) -> str:
