@@ -346,7 +346,7 @@ class Branches:
 
 
 @dataclass
-class _Reading:
+class _LayerReading:
     """A layer whose prompts are being read: the KV so far of the prompt number `branch`, kv [t, Hk, longest, d].
 
     `lent` tells whether its rows are those of the cache that keeps them. q and common_q [H, rows, d] are the last
@@ -382,7 +382,7 @@ class PrefillAttention:
         self.start = len(branches.common)  # where the prompts diverge
         self.lengths = [self.start + len(rest) for rest in branches.rests]
         self.offloaders = PrefillOffloaders()
-        self.reading: dict[int, _Reading] = {}  # layers that have begun
+        self.reading: dict[int, _LayerReading] = {}  # layers that have begun
         self.shared: dict[int, list[list[Tensor]]] = {}  # KV of each prompt that later layers read, in pieces
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -425,7 +425,7 @@ class PrefillAttention:
         now = self.reading.get(layer) or self._begin(layer, keys)
         return [index_keys(now.kv[:, :, : now.done], self.layers[layer])]
 
-    def _begin(self, layer: int, like: Tensor) -> _Reading:
+    def _begin(self, layer: int, like: Tensor) -> _LayerReading:
         """Make room for a layer, on the device and in the dtype of `like`, and fill in known KV."""
         # The common part is read once, into rows that all prompts copy. Later layers need what their method may change.
         alone = len(self.consumers) == 1 and not self.layers[layer].readers
@@ -434,12 +434,12 @@ class PrefillAttention:
         shape = geometry.parts, geometry.num_kv_heads, max(self.lengths), geometry.head_dim
         kv = offloader.buffer(shape, like.dtype) if lent is None else lent
         none = like.new_empty(geometry.num_heads, 0, geometry.head_dim - geometry.index_channels)
-        now = self.reading[layer] = _Reading(kv, lent is not None, offloader, none, none, self.branches.skip)
+        now = self.reading[layer] = _LayerReading(kv, lent is not None, offloader, none, none, self.branches.skip)
         if self.branches.known is not None:
             self.branches.known.fill(layer, kv[:, :, : now.done])
         return now
 
-    def _hand_over_part(self, layer: int, now: _Reading, k: Tensor, v: Tensor) -> None:
+    def _hand_over_part(self, layer: int, now: _LayerReading, k: Tensor, v: Tensor) -> None:
         """Offload what can leave of the tokens so far, k and v [Hk, m, d], while the next chunk is computed.
 
         Common tokens go only to the first prompt's consumer: sharing is settled when it has all of them.
@@ -450,7 +450,7 @@ class PrefillAttention:
         else:
             now.offloader.beside(work)
 
-    def _hand_over(self, layer: int, now: _Reading, softmax: Softmax) -> None:
+    def _hand_over(self, layer: int, now: _LayerReading, softmax: Softmax) -> None:
         """Give the prompt that was read to its consumer, and continue with the next prompt or the next layer."""
         k, v = both(now.kv[:, :, : now.done])
         last = now.branch + 1 == len(self.consumers)
@@ -465,7 +465,7 @@ class PrefillAttention:
             work()  # before the next prompt's own tokens overwrite this one's
             now.branch, now.done, now.q = now.branch + 1, self.start, now.common_q
 
-    def _shared(self, layer: int, now: _Reading, last: bool) -> list[Tensor]:
+    def _shared(self, layer: int, now: _LayerReading, last: bool) -> list[Tensor]:
         """Keep what later layers need of a prompt's KV for its last token; the `last` prompt's stays where it is."""
         geometry = self.layers[layer]
         if geometry.window is not None:
