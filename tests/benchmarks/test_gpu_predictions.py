@@ -32,7 +32,7 @@ def predicted(subject, label, context=32_768, gpu="h200", **changed):
 
 
 def test_every_method_has_a_row_and_is_predicted_where_a_graph_runs_its_step():
-    assert {row["method"] for row in KEPT["rows"]} >= set(method_names())
+    assert {row["method"] for row in KEPT["rows"]} >= {*method_names()} - {"native"}  # of models of another kind
     for row in KEPT["rows"]:
         name = row["method"].partition("-")[0]
         if row["method"] == name:
