@@ -24,6 +24,7 @@ from kvcli.conformance.models import (  # noqa: F401 - what tests take from here
     MAX_POSITIONS,
     PAD,
     SELECTING,
+    SIZES,
     VOCAB,
     WINDOW,
     config_of,

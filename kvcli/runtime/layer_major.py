@@ -54,16 +54,19 @@ class ResidentHiddenStates:
 
     def read(self, part: slice) -> Tensor:
         """Return a view of a part [1, m, D]."""
-        return self.hidden[_of_tokens(self.hidden, part)]
+        return self._at(part)
 
     def write(self, part: slice, out: Tensor) -> None:
         """Store a layer's output for a part."""
-        self.hidden[_of_tokens(self.hidden, part)] = out
+        self._at(part).copy_(out)
+
+    def _at(self, part: slice) -> Tensor:
+        return self.hidden.narrow(_token_axis(self.hidden), part.start, part.stop - part.start)
 
 
-def _of_tokens(hidden: Tensor, part: slice) -> tuple[slice, ...]:
-    """Return the index of some tokens: their axis follows that of the single sequence."""
-    return (slice(None),) * (1 if hidden.shape[0] == 1 else 2) + (part,)
+def _token_axis(hidden: Tensor) -> int:
+    """Return the axis of tokens, which follows that of the single sequence."""
+    return 1 if hidden.shape[0] == 1 else 2
 
 
 class StreamedHiddenStates:
@@ -291,9 +294,9 @@ def _by_parts(
                 states.write(part, made)
             else:  # copies, so that the rest of a part is freed
                 rows = (row - part.start for row in last if part.start <= row < part.stop)
-                kept += [made[_of_tokens(made, slice(row, row + 1))].clone() for row in rows]
+                kept += [made.narrow(_token_axis(made), row, 1).clone() for row in rows]
             advance(part.stop - part.start)
-        done = hidden_states if last is None else torch.cat(kept, len(_of_tokens(kept[0], slice(0))) - 1)
+        done = hidden_states if last is None else torch.cat(kept, _token_axis(kept[0]))
         return (done, *joined(beside)) if isinstance(out, tuple) else done
 
     return run

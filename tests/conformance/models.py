@@ -25,22 +25,23 @@ BOS, EOS, PAD = 0, 1, 2
 EAGER = frozenset({"gemma2", "gpt_oss", "hy_v4", "hy_v4_images", "mimo_v2_flash"})
 
 
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+
+
 def config_of(name: str, **extra: object) -> PreTrainedConfig:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 96,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": MAX_POSITIONS,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-        "tie_word_embeddings": False,
-    }
-    return getattr(transformers, name)(**{**sizes, **extra})
+    return getattr(transformers, name)(**{**SIZES, "tie_word_embeddings": False, **extra})
 
 
 def _alternating(*kinds: str) -> list[str]:

@@ -9,26 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import EXPERTS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LATENT, LAYERS, MAX_POSITIONS, VOCAB
+from families import EXPERTS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LATENT, LAYERS, SIZES, VOCAB
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcli.errors import KvcliError
 from kvcli.models.geometry import geometry_of
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
 LEFT_OUT = object()
 OWN_NAMES = dict.fromkeys(SIZES, LEFT_OUT)  # for configs that call their sizes otherwise
 
