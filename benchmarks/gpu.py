@@ -32,9 +32,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,19 +46,24 @@ from gpu_parts.targets import judged, show, wrong
 
 
 class BenchmarkPart(NamedTuple):
-    """A function of a module in `gpu_parts`, the seconds it may take, and what it finds out."""
+    """A function of a module in `gpu_parts`, the seconds it may take, what it finds out, and whether it takes times.
+
+    Parts that take no times run side by side: what they do is to compile.
+    """
 
     module: str
     name: str
     limit: float
     about: str
+    timed: bool = True
 
 
 PARTS = (
     BenchmarkPart("device", "machine", 30, "the device"),
-    BenchmarkPart("device", "kernels", 150, "every kernel against its reference"),
+    BenchmarkPart("device", "kernels", 150, "every kernel against its reference", timed=False),
+    BenchmarkPart("agreement", "agreement", 150, "the pipeline over slots against the blocking one", timed=False),
+    BenchmarkPart("agreement", "texts", 150, "every method on the device against the same on a CPU", timed=False),
     BenchmarkPart("device", "rates", 60, "copies on the device and across the bus, pages gathered by recall"),
-    BenchmarkPart("agreement", "agreement", 90, "the pipeline over slots against the blocking one"),
     BenchmarkPart("steps", "speed", 60, "a decode step at a short context"),
     BenchmarkPart("steps", "phases", 45, "where the time of a step goes"),
     BenchmarkPart("peers", "peers", 75, "transformers' caches"),
@@ -121,25 +127,27 @@ def main() -> None:
             table = judged(results, not setting.smoke)
             write(output, {"smoke": setting.smoke, "targets": table, "parts": results}, origin)
 
-    for part in PARTS:
-        if part.name not in chosen:
-            results.setdefault(part.name, NOT_ASKED)
+    for parts in side_by_side(PARTS):
+        asked = [part for part in parts if part.name in chosen]
+        for part in parts:
+            if part not in asked:
+                results.setdefault(part.name, NOT_ASKED)
+        again = [part for part in asked if not args.resume or part.name == "machine"]
+        left = [part for part in asked if part in again or results.get(part.name, NOT_ASKED)["state"] != "done"]
+        if not left:
             continue
-        known = results.get(part.name, NOT_ASKED)
-        if args.resume and part.name != "machine" and known["state"] == "done":
-            continue
-        print(f"{part.name}: {part.about}", flush=True)
-        rows = known["rows"] if args.resume and part.name != "machine" else []
-        limit = min(part.limit, deadline - time.monotonic())
-        for found in run(part, setting, Found(results, rows), limit):
-            results[part.name] = found
-            if part.name != "machine":
+        for part in left:
+            print(f"{part.name}: {part.about}", flush=True)
+        known = {part: [] if part in again else results.get(part.name, NOT_ASKED)["rows"] for part in left}
+        for name, found in run(known, setting, results, deadline - time.monotonic()):
+            results[name] = found
+            if name != "machine":
                 keep()
-        if part.name == "machine" and before not in (None, device_of(results)):
+        if left[0].name == "machine" and before not in (None, device_of(results)):
             print(f"  {source} was measured on {before}: nothing of it is taken", flush=True)
-            results = {part.name: results[part.name]}
+            results = {"machine": results["machine"]}
         keep()
-        if part.name == "machine" and results["machine"]["error"]:
+        if left[0].name == "machine" and results["machine"]["error"]:
             sys.exit(f"no device to measure: {results['machine']['error']}\n--smoke runs it small on the CPU")
     show(results, judged(results, not setting.smoke))
     if output is not None:
@@ -165,29 +173,43 @@ def device_of(results: dict[str, Any]) -> str | None:
     return rows[0]["device"] if rows else None
 
 
-def run(part: BenchmarkPart, setting: Setting, found: Found, limit: float) -> Iterator[dict[str, Any]]:
-    """Run one part in its own process, and yield after each of its messages what it has: rows, state, time taken.
+def side_by_side(parts: Sequence[BenchmarkPart]) -> Iterator[list[BenchmarkPart]]:
+    """Yield parts one by one, and those together that follow one another and take no times."""
+    for timed, group in groupby(parts, lambda part: part.timed):
+        together = list(group)
+        yield from ([part] for part in together) if timed else [together]
 
-    Until it has ended it is one that was cut off, which is what the file says if nothing more comes.
+
+def run(
+    known: Mapping[BenchmarkPart, Rows], setting: Setting, results: Mapping[str, Any], seconds: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run parts side by side, each in its own process, within `seconds` and their limits.
+
+    `known` has the rows that each had before. Yields after every message a part's name and what it has: rows, state,
+    time taken. Until a part has ended it is one that was cut off, which is what the file says if nothing more comes.
     """
-    known = found.parts.get(part.name, NOT_ASKED)
+    limit = min(seconds, max(part.limit for part in known))
     if limit <= 0:
-        yield known | {"state": "not run", "error": "no time was left"}
+        for part in known:
+            yield part.name, results.get(part.name, NOT_ASKED) | {"state": "not run", "error": "no time was left"}
         return
-    rows, taken = list(found.own), known.get("seconds", 0.0) if found.own else 0.0
-    started, end = time.monotonic(), Ended("it was cut off")
+    rows = {part.name: list(found) for part, found in known.items()}
+    taken = {name: results[name].get("seconds", 0.0) if found else 0.0 for name, found in rows.items()}
+    started, ends = time.monotonic(), dict.fromkeys(rows, Ended("it was cut off"))
     setting = replace(setting, deadline=started + ROUNDS_END * limit)
-    for _, message in in_processes({part.name: partial(rows_of, part, setting, found)}, limit):
+    works = {part.name: partial(rows_of, part, setting, Found(results, found)) for part, found in known.items()}
+    for name, message in in_processes(works, limit, len(works)):
         if isinstance(message, Ended):
-            end = message
+            ends[name] = message
         else:
             names = [name_of(row) for row in message]
-            rows = [row for row in rows if name_of(row) not in names] + message
+            rows[name] = [row for row in rows[name] if name_of(row) not in names] + message
+        end = ends[name]
         state = "done" if end.error is None else "not run" if end.not_here else "not finished"
-        seconds = round(taken + time.monotonic() - started, 1)
-        yield {"state": state, "error": end.error, "seconds": seconds, "rows": rows}
-    if end.error is not None:
-        print(f"  {state}: {end.error}", flush=True)
+        seconds = round(taken[name] + time.monotonic() - started, 1)
+        yield name, {"state": state, "error": end.error, "seconds": seconds, "rows": rows[name]}
+        if isinstance(message, Ended) and message.error is not None:
+            print(f"  {name} {state}: {message.error}", flush=True)
 
 
 def rows_of(part: BenchmarkPart, setting: Setting, found: Found) -> Iterator[Rows]:

@@ -6,24 +6,32 @@ The two sum the scores of pages in different orders, so a selection may differ w
 rounding; such near-ties are counted, and left out of the comparison of outputs and transfers. Then whole texts, in
 fp32, whose tokens and counts have to be the same: steps of both pipelines run the layers fused, so that products are
 summed in one order.
+
+`texts` holds what every method writes with the bundled model on the device against what it writes on a CPU.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import kvcli
 from gpu_parts.clock import captured
-from gpu_parts.frame import Found, Row, Rows
+from gpu_parts.frame import Ended, Found, Row, Rows, in_processes
 from gpu_parts.setting import Setting
 from kvcli.bench.runs import seeded_tokens
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.kernels.page_scores import page_scores_ref
 from kvcli.kernels.softmax import Softmax
+from kvcli.methods import get_method, method_names
 from kvcli.methods.contract import SequenceContext
 from kvcli.methods.freekv import FreeKV, FreeKVConfig
 from kvcli.models.geometry import LayerGeometry
@@ -63,7 +71,7 @@ def agreement(setting: Setting, found: Found) -> Iterator[Rows]:
         if not found.has(name_of_attention(how, dtype, settings), agrees=True):
             yield [shown(attention(setting, how, dtype, settings))]
     if not found.has(TEXTS, agrees=True):
-        yield [shown(texts(setting))]
+        yield [shown(same_texts(setting))]
 
 
 TEXTS = "texts"
@@ -254,7 +262,7 @@ def _relative_rms(found: Tensor, reference: Tensor, excused: Sequence[Head], lay
     return float((found - reference).norm() / reference.norm())
 
 
-def texts(setting: Setting) -> Row:
+def same_texts(setting: Setting) -> Row:
     """Continue the same prompts through both pipelines, and compare tokens and counts."""
     shape = setting.shape if setting.smoke else "small"
     model = load_model(ModelSpec(shape, device=setting.device.type, dtype="float32", load_format="dummy"))
@@ -291,6 +299,61 @@ def _decoded(
         for _ in ready.decode(sequences, pipeline=pipeline):
             pass
     return sequences
+
+
+DOCUMENT = Path(__file__).parents[2] / "examples/needle-4k.txt"
+WRITTEN = 48  # tokens
+SETTINGS = {"budget": 512, "sink": 64, "window": 64}
+LIMIT = 120.0  # seconds for one method
+
+
+def texts(setting: Setting, found: Found) -> Iterator[Rows]:
+    """Yield a row for each method: how many tokens its steps on the device have in common with those on a CPU.
+
+    Each runs in a process of its own, several side by side: it is compiling that takes the time.
+    """
+    left = [name for name in method_names() if not found.has(name, agrees=True)]
+    works = {name: partial(same_text, setting, name) for name in left}
+    at_once = 1 if setting.smoke else min(8, os.cpu_count() or 1)
+    for name, message in in_processes(works, LIMIT, at_once):
+        if isinstance(message, Ended) and message.error is None:
+            continue
+        row = {"case": name, "agrees": False, "problem": message.error} if isinstance(message, Ended) else message[0]
+        outcome = "agrees" if row["agrees"] else f"DIFFERS: {row['problem']}"
+        print(f"  text of {name:<54} {outcome}", flush=True)
+        yield [row]
+
+
+def same_text(setting: Setting, name: str) -> Iterator[Rows]:
+    """Let one method answer a question about a text: on a CPU, on the device, and there by the overlapped pipeline.
+
+    In fp32. `random` draws its pages on the device, so that another text is no fault of it.
+    """
+    torch.set_num_threads(2)  # of a CPU that several share
+    settings = {key: SETTINGS[key] for key in SETTINGS if key in get_method(name).Config.model_fields}
+    same: dict[str, Any] = {"method": name, "max_tokens": WRITTEN, "ignore_eos": True, **settings}
+    texts = {}
+    for device, pipeline in (("cpu", "blocking"), (setting.device.type, "blocking"), (setting.device.type, "auto")):
+        model = kvcli.load(device=device, dtype="float32")
+        answer = model.generate(DOCUMENT.read_text(), prompt="Who has this code?", pipeline=pipeline, **same)
+        texts[f"{device} {pipeline}"] = answer
+    (_, expected), *others = [(how, answer.token_ids) for how, answer in texts.items()]
+    common = {
+        how: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, ids, strict=False)))
+        for how, ids in others
+    }
+    differs = {how: count for how, count in common.items() if count < len(expected)}
+    problem = "; ".join(f"{how}: the first {count} tokens are those of a CPU" for how, count in differs.items())
+    yield [
+        {
+            "case": name,
+            "agrees": not differs or name == "random",
+            "common": common,
+            "texts": {how: answer.text for how, answer in texts.items()} if differs else {},
+            "problem": problem,
+            "ran": setting.ran,
+        }
+    ]
 
 
 def shown(row: Row) -> Row:

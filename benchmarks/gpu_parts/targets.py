@@ -255,7 +255,7 @@ def judged(results: Results, judge: bool = True) -> list[Row]:
     return [target.judged(results, judge) for target in TARGETS]
 
 
-COMPARED = {"kernels": "agrees", "agreement": "agrees", "rates": "arrives"}
+COMPARED = {"kernels": "agrees", "agreement": "agrees", "texts": "agrees", "rates": "arrives"}
 """Parts that compare with a reference, and where their rows say whether the two agree."""
 
 
@@ -274,7 +274,7 @@ def show(results: Mapping[str, Any], targets: Sequence[Row]) -> None:
     print("\ntargets")
     for target in targets:
         print("  " + target_line(target))
-    for part in ("kernels", "agreement"):
+    for part in ("kernels", "agreement", "texts"):
         rows = results.get(part, {"rows": []})["rows"]
         on_cpu = (
             " (on a CPU, where references stand in for kernels)" if rows and rows[0].get("ran") != "kernels" else ""
