@@ -194,7 +194,7 @@ def run(
             yield part.name, results.get(part.name, NOT_ASKED) | {"state": "not run", "error": "no time was left"}
         return
     rows = {part.name: list(found) for part, found in known.items()}
-    taken = {name: results[name].get("seconds", 0.0) if found else 0.0 for name, found in rows.items()}
+    taken = {name: results.get(name, {}).get("seconds", 0.0) if found else 0.0 for name, found in rows.items()}
     started, ends = time.monotonic(), dict.fromkeys(rows, Ended("it was cut off"))
     setting = replace(setting, deadline=started + ROUNDS_END * limit)
     works = {part.name: partial(rows_of, part, setting, Found(results, found)) for part, found in known.items()}

@@ -19,6 +19,11 @@ from kvcli.kernels._triton import jit, launch, power_of_two, tl
 from kvcli.kernels.page_table import SlotLayout, candidate_range
 
 POOL_BLOCK = 1024  # scores pooled at once per program
+NORM_BLOCK = 1024  # blocks of a query head whose maxima and sums a program merges at once
+MANY = 256
+"""Blocks of a query head from which their maxima and sums are merged once, by a kernel before the one that pools: each
+of its programs would merge them anew.
+"""
 
 Pooling = Literal["mean_s", "max_s", "mean_qk", "max_qk", "mean_q", "max_q"]
 HeadPooling = Literal[Pooling, "none"]
@@ -109,7 +114,7 @@ def leave_scores(
 
 
 @jit
-def pool_weights(
+def pooled_weights(
     scores: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
@@ -121,14 +126,16 @@ def pool_weights(
     high: tl.tensor,
     num_entries: tl.tensor,
     num_blocks: tl.tensor,
-    out: tl.tensor,
     G: tl.constexpr,
     HOW: tl.constexpr,
     HK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
-) -> None:
-    """Pool the softmax of the scores from `leave_scores` over the queries of a KV head, for these entries."""
+) -> tl.tensor:
+    """Pool the softmax of the scores from `leave_scores` over the queries of a KV head, for these entries [N].
+
+    Entries that are no candidates get -inf.
+    """
     part = tl.arange(0, BLOCK_B)
     candidate = (entry >= low) & (entry < high)
     pooled = tl.zeros([BLOCK_N], tl.float32)  # weights are not negative
@@ -147,11 +154,42 @@ def pool_weights(
         score = tl.load(scores + head * num_entries + entry, mask=candidate, other=float("-inf"))
         weight = tl.exp(score - highest) / tl.where(norm > 0, norm, 1.0)
         pooled = tl.maximum(pooled, weight) if HOW == "max" else pooled + weight / G
-    row = pair.to(tl.int64) * num_entries
     if excluded is not None:
-        left_out = tl.load(excluded + row + entry, mask=candidate, other=0)
+        left_out = tl.load(excluded + pair.to(tl.int64) * num_entries + entry, mask=candidate, other=0)
         pooled = tl.where(left_out != 0, -1.0, pooled)
-    tl.store(out + row + entry, tl.where(candidate, pooled, float("-inf")), mask=entry < num_entries)
+    return tl.where(candidate, pooled, float("-inf"))
+
+
+@jit
+def _norm_kernel(
+    tops: tl.tensor,
+    totals: tl.tensor,
+    top_out: tl.tensor,
+    total_out: tl.tensor,
+    heads: tl.tensor,
+    num_blocks: tl.tensor,
+    G: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+) -> None:
+    """Merge the maxima and sums of all blocks of a query head."""
+    head = tl.program_id(0).to(tl.int64)
+    if heads is not None:
+        if tl.load(heads + head // G) == 0:
+            return
+    highest = tl.full([BLOCK_B], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_B], tl.float32)
+    for start in range(0, num_blocks, BLOCK_B):
+        part = start + tl.arange(0, BLOCK_B)
+        top = tl.load(tops + head * num_blocks + part, mask=part < num_blocks, other=float("-inf"))
+        total = tl.load(totals + head * num_blocks + part, mask=part < num_blocks, other=0.0)
+        higher = tl.maximum(highest, top)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        norm = norm * tl.exp(highest - shift) + total * tl.exp(top - shift)
+        highest = higher
+    top = tl.max(highest, axis=0)
+    total = tl.sum(norm * tl.exp(highest - tl.where(top == float("-inf"), 0.0, top)), axis=0)
+    tl.store(top_out + head, top)
+    tl.store(total_out + head, total)
 
 
 @jit
@@ -184,9 +222,10 @@ def _pool_kernel(
     low, high, _ = candidate_range(lengths, pair // HK, num_entries, sink, window, SIZE, GROUP)
     entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # fmt: off
-    pool_weights(scores, tops, totals, excluded, sinks, pair, entry, low, high, num_entries, num_blocks, out,
-                 G, HOW, HK, BLOCK_N, BLOCK_B)
+    pooled = pooled_weights(scores, tops, totals, excluded, sinks, pair, entry, low, high, num_entries, num_blocks,
+                            G, HOW, HK, BLOCK_N, BLOCK_B)
     # fmt: on
+    tl.store(out + pair.to(tl.int64) * num_entries + entry, pooled, mask=entry < num_entries)
 
 
 class GroupScores:
@@ -216,18 +255,28 @@ class GroupScores:
         if self.what != "s":
             return
         (b, num_kv_heads, groups, n), rows = self.shape, self.out.shape[1]
-        block_n = min(POOL_BLOCK, power_of_two(n))
+        block_n, tops, totals, blocks = min(POOL_BLOCK, power_of_two(n)), self.tops, self.totals, self.blocks
+        if blocks > MANY:
+            tops, totals = self.out.new_empty(2, b, num_kv_heads, groups, dtype=torch.float32)
+            launch(
+                _norm_kernel,
+                (b * num_kv_heads * groups,),
+                *(self.tops, self.totals, tops, totals, heads, blocks),
+                G=groups,
+                BLOCK_B=min(NORM_BLOCK, power_of_two(blocks)),
+            )
+            blocks = 1
         launch(
             _pool_kernel,
             (b * rows, -(-n // block_n)),
-            *(self.values, self.tops, self.totals, excluded, sinks, lengths, heads, self.out),
+            *(self.values, tops, totals, excluded, sinks, lengths, heads, self.out),
             *(n, layout.sink, layout.window),
-            *(self.blocks, num_kv_heads // rows),
+            *(blocks, num_kv_heads // rows),
             HK=rows,
             G=groups * num_kv_heads // rows,
             SIZE=layout.size,
             GROUP=layout.group,
             HOW=self.how,
             BLOCK_N=block_n,
-            BLOCK_B=power_of_two(self.blocks),
+            BLOCK_B=power_of_two(blocks),
         )

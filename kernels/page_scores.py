@@ -34,7 +34,7 @@ from kvcli.kernels._triton import (
     takes,
     tl,
 )
-from kvcli.kernels.group_pooling import GroupScores, HeadPooling, Pooling, pool_queries, pool_scores, pool_weights
+from kvcli.kernels.group_pooling import GroupScores, HeadPooling, Pooling, pool_queries, pool_scores, pooled_weights
 from kvcli.kernels.page_table import SlotLayout, candidate_range, candidates, nothing_missing, resolve_head
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import Selection, pick, topk_pages_device
@@ -129,8 +129,8 @@ def blocks(size: int, d: int) -> dict[str, int]:
 
 
 BLOCK_ELEMENTS = 4096  # of keys, or of their maxima and as many minima, held at once per program
-ALONE = 8192  # pages of a KV head that one program handles in about the time of two launches
-PICK_PAGES = 1024  # pages handled at once by it
+ALONE = 8192  # pages of a KV head that one program handles in about the time of two launches, in its registers
+FEW = 1024  # pages of a KV head for which 4 warps are enough
 
 
 def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooling) -> Tensor:
@@ -247,12 +247,12 @@ def _score_kernel(
         if last_to_arrive(arrived + pair, BLOCKS):
             scores_of = pair.to(tl.int64) * num_pages
             if WHAT == "s":
-                for start in range(0, num_pages, PICK_N):
-                    some = start + tl.arange(0, PICK_N)
-                    # fmt: off
-                    pool_weights(out, tops, totals, None, None, pair, some, low, high, num_pages, BLOCKS, pooled_out,
-                                 G, HOW, HK, PICK_N, BLOCK_B)
-                    # fmt: on
+                every = tl.arange(0, PICK_N)
+                # fmt: off
+                weights = pooled_weights(out, tops, totals, None, None, pair, every, low, high, num_pages, BLOCKS,
+                                         G, HOW, HK, PICK_N, BLOCK_B)
+                # fmt: on
+                tl.store(pooled_out + scores_of + every, weights, mask=every < num_pages)
                 tl.debug_barrier()
             if selected is not None:
                 table = resident
@@ -260,8 +260,8 @@ def _score_kernel(
                     table = resident + chosen
                 if FIRST:
                     marks += scores_of
-                target = selected + chosen
-                pick(pooled_out + scores_of, None, marks, table, low, high, K, target, None, K, FIRST, BLOCK_K, PICK_N)
+                target, scored = selected + chosen, pooled_out + scores_of
+                pick(scored, None, marks, table, 0, low, high, K, target, None, K, FIRST, BLOCK_K, PICK_N)
                 if pages is not None:
                     tl.debug_barrier()
                     resolve_head(table, target, pages + chosen, slots + chosen, count + pair, K, BLOCK_K)
@@ -329,9 +329,10 @@ def score_pages(
     if heads is not None:
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
     pairs, block_d = b * num_kv_heads, power_of_two(d)
-    block_n = rows_at_once(num_pages, block_d, BLOCK_ELEMENTS)
+    finishes, marks = num_pages <= ALONE and (selection is not None or pooling.endswith("_s")), None
+    warps = 8 if finishes and num_pages > FEW else 4
+    block_n = rows_at_once(num_pages, block_d, BLOCK_ELEMENTS * warps // 4)
     left = GroupScores((b, num_kv_heads, num_heads // num_kv_heads, num_pages), pooling, -(-num_pages // block_n), out)
-    finishes, marks = num_pages <= ALONE and (selection is not None or left.what == "s"), None
     if finishes and arrived is None:
         arrived = torch.zeros(pairs, dtype=torch.int32, device=q.device)
     if selection is not None and selection.first:
@@ -357,7 +358,8 @@ def score_pages(
         BLOCK_D=block_d,
         BLOCK_K=power_of_two(k),
         BLOCK_B=power_of_two(left.blocks),
-        PICK_N=min(PICK_PAGES, power_of_two(num_pages)),
+        PICK_N=power_of_two(num_pages),
+        warps=warps,
     )
     if not finishes:
         left.pool(lengths, layout, heads)

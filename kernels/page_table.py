@@ -454,22 +454,27 @@ def resolve_head(
     slot = tl.arange(0, BLOCK_K)
     held = tl.load(resident + slot, mask=slot < K, other=-1)
     wanted = tl.load(selected + slot, mask=slot < K, other=-1)
-    entries = tl.sum((wanted >= 0).to(tl.int32), axis=0)
-    place = tl.zeros([BLOCK_K], tl.int32)  # number of selected pages below the held one
-    step = BLOCK_K
-    while step > 0:
-        probe = place + step
-        inside = probe <= entries
-        before = tl.load(selected + probe - 1, mask=inside, other=0)
-        place = tl.where(inside & (before < held), probe, place)
-        step = step // 2
-    same = tl.load(selected + place, mask=place < entries, other=-1)
-    kept = (held >= 0) & (same == held)
-    tl.store(pages + slot, 0, mask=slot < K)  # temporarily: whether a selected page is held
-    tl.debug_barrier()
-    tl.store(pages + place, tl.full([BLOCK_K], 1, tl.int32), mask=kept)
-    tl.debug_barrier()
-    missing = (wanted >= 0) & (tl.load(pages + slot, mask=slot < K, other=0) == 0)
+    if BLOCK_K <= 64:
+        same = (held[:, None] == wanted[None, :]) & (wanted >= 0)[None, :]
+        kept = tl.max(same.to(tl.int32), axis=1) != 0
+        missing = (wanted >= 0) & (tl.max(same.to(tl.int32), axis=0) == 0)
+    else:
+        entries = tl.sum((wanted >= 0).to(tl.int32), axis=0)
+        place = tl.zeros([BLOCK_K], tl.int32)  # number of selected pages below the held one
+        step = BLOCK_K
+        while step > 0:
+            probe = place + step
+            inside = probe <= entries
+            before = tl.load(selected + probe - 1, mask=inside, other=0)
+            place = tl.where(inside & (before < held), probe, place)
+            step = step // 2
+        same = tl.load(selected + place, mask=place < entries, other=-1)
+        kept = (held >= 0) & (same == held)
+        tl.store(pages + slot, 0, mask=slot < K)  # temporarily: whether a selected page is held
+        tl.debug_barrier()
+        tl.store(pages + place, tl.full([BLOCK_K], 1, tl.int32), mask=kept)
+        tl.debug_barrier()
+        missing = (wanted >= 0) & (tl.load(pages + slot, mask=slot < K, other=0) == 0)
     free = (kept == 0) & (slot < K)
     rank, free_rank = tl.cumsum(missing.to(tl.int32), axis=0) - 1, tl.cumsum(free.to(tl.int32), axis=0) - 1
     found = tl.sum(missing.to(tl.int32), axis=0)

@@ -9,7 +9,6 @@ from what the others chose.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch.nn import functional
 
 from kvcli.kernels._llvm import LOT, first_one, ones, without_first
 from kvcli.kernels._numba import compiled, inlined, prange, run, serves
-from kvcli.kernels._triton import ALL_REGISTERS, jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
+from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 from kvcli.kernels.page_table import (
     MissList,
     SlotLayout,
@@ -31,7 +30,8 @@ from kvcli.kernels.page_table import (
     selected_count,
 )
 
-BLOCK = 2048  # scores per program at once
+BLOCK = 16384  # scores of a program, all of them in its registers
+HELD = 512  # scores that a warp holds, 16 to a thread
 
 
 @jit
@@ -42,53 +42,50 @@ def _ordered(scores: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _entries(row: tl.tensor, names: tl.tensor, entry: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Read scores as ordered integers, and tell which entries exist."""
-    there = entry < high
-    if names is not None:
-        there = there & (tl.load(names + entry, mask=there, other=-1) >= 0)
-    return _ordered(tl.load(row + entry, mask=there, other=0.0)), there
-
-
-@jit
-def _threshold(
+def _held(
     row: tl.tensor,
     names: tl.tensor,
     marks: tl.tensor,
     which: tl.tensor,
+    first: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
-    k: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Find the k-th largest of entries low .. high, among those marked `which`.
+    """Read the scores of the entries from `first` on as ordered integers [BLOCK_N].
 
-    Also returns how many entries equal to it are among the k largest.
+    What is not there gets the least one: entries outside low .. high, without a name, or not marked `which`.
     """
-    found = tl.zeros([1], tl.int32)
-    room = tl.maximum(k, 0)
-    digits = tl.arange(0, 256)
-    for digit in range(4):
-        shift = 24 - 8 * digit
-        flip = tl.where(digit == 0, 128, 0)  # the sign bit orders the other way
-        counts = tl.zeros([256], tl.int32)
-        for start in range(low, high, BLOCK_N):
-            entry = start + tl.arange(0, BLOCK_N)
-            key, there = _entries(row, names, entry, high)
-            if marks is not None:
-                there = there & (tl.load(marks + entry, mask=there, other=-1) == which)
-            there = there & ((digit == 0) | (((key ^ found) >> shift) >> 8 == 0))  # same digits as the threshold so far
-            counts += tl.histogram(((key >> shift) & 255) ^ flip, 256, mask=there)
-        reach = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # entries with this digit or a larger one
-        room = tl.minimum(room, tl.sum(counts, axis=0))  # there may be fewer than k
-        best = tl.sum((reach >= room).to(tl.int32), axis=0) - 1
-        room -= tl.sum(tl.where(digits == best, reach - counts, 0), axis=0)
-        found |= (best ^ flip) << shift
-    return tl.sum(found, axis=0), room
+    entry = first + tl.arange(0, BLOCK_N)
+    there = (entry >= low) & (entry < high)
+    if names is not None:
+        there = there & (tl.load(names + entry, mask=there, other=-1) >= 0)
+    if marks is not None:
+        there = there & (tl.load(marks + entry, mask=there, other=-1) == which)
+    return tl.where(there, _ordered(tl.load(row + entry, mask=there, other=0.0)), -2147483648)
+
+
+@jit
+def _threshold(key: tl.tensor, k: tl.tensor) -> tl.tensor:
+    """Find the k-th largest of the keys, and how many keys equal to it are among the k largest.
+
+    Bit by bit, until as many keys reach what is found so far as are wanted: of scores that differ, about half of the
+    bits decide. A pass over keys in registers costs little beside its sum over threads.
+    """
+    least: tl.constexpr = -2147483648  # of what is not there
+    k = tl.maximum(tl.minimum(k, tl.sum((key != least).to(tl.int32), axis=0)), 0)
+    found, bit = tl.full([], 0, tl.int32), tl.full([], 31, tl.int32)
+    while bit >= 0:
+        bound = found | (tl.full([], 1, tl.int32) << bit)  # unsigned; the sign bit orders the other way
+        reach = tl.sum((key >= (bound ^ least)).to(tl.int32), axis=0)
+        found = tl.where(reach >= k, bound, found)
+        bit = tl.where(reach == k, -1, bit - 1)
+    return found ^ least, k - tl.sum((key > (found ^ least)).to(tl.int32), axis=0)
 
 
 @jit
 def _mark(
+    key: tl.tensor,
     row: tl.tensor,
     marks: tl.tensor,
     resident: tl.tensor,
@@ -100,13 +97,14 @@ def _mark(
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
     """Mark the FIRST best entries and the resident ones with 1, all others with 0; return the number of ones."""
-    threshold, room = _threshold(row, None, None, 0, low, high, FIRST, BLOCK_N)
+    threshold, room = _threshold(key, FIRST)
     equal = 0
     for start in range(low, high, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
-        key, there = _entries(row, None, entry, high)
-        tie = ((key == threshold) & there).to(tl.int32)
-        best = ((key > threshold) & there) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
+        there = entry < high
+        own = _ordered(tl.load(row + entry, mask=there, other=0.0))
+        tie = ((own == threshold) & there).to(tl.int32)
+        best = ((own > threshold) & there) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
         tl.store(marks + entry, best.to(tl.int8), mask=there)
         equal += tl.sum(tie, axis=0)
     tl.debug_barrier()
@@ -126,6 +124,7 @@ def pick(
     names: tl.tensor,
     marks: tl.tensor,
     resident: tl.tensor,
+    first: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     k: tl.tensor,
@@ -138,26 +137,33 @@ def pick(
 ) -> None:
     """Choose k of the entries low .. high of a row of scores: pages, or what `names` calls them if given.
 
+    All of them, at most BLOCK_N from `first` on, are held in registers at once to find the k-th best; then they
+    are read again, some at a time, as to number those that are chosen takes more registers. With FIRST, so many of the
+    best are chosen, then `resident` pages by score, then others by score; `marks` are then bytes, one for each page.
     Writes the choice to `selected` [K], ascending, and its scores to `best` if given.
     """
-    which, room = 0, k  # the mark whose entries compete, and the number of places
+    some: tl.constexpr = min(BLOCK_N, 4096)
+    key = _held(row, names, None, 0, first, low, high, BLOCK_N)
+    which, need = 0, k  # the mark whose entries compete, and the number of places
     if FIRST:
-        count = _mark(row, marks, resident, low, high, K, FIRST, BLOCK_K, BLOCK_N)
+        count = _mark(key, row, marks, resident, low, high, K, FIRST, BLOCK_K, some)
         which = (count >= k).to(tl.int32)
-        room = tl.where(which == 1, k, k - count)
-        threshold, room = _threshold(row, names, marks, which, low, high, room, BLOCK_N)
-    else:
-        threshold, room = _threshold(row, names, None, 0, low, high, room, BLOCK_N)
+        need = tl.where(which == 1, k, k - count)
+        key = _held(row, names, marks, which, first, low, high, BLOCK_N)
+    threshold, room = _threshold(key, need)
     taken, equal = 0, 0
-    for start in range(low, high, BLOCK_N):
-        entry = start + tl.arange(0, BLOCK_N)
-        key, there = _entries(row, names, entry, high)
+    for start in range(low, high, some):
+        entry = start + tl.arange(0, some)
+        there = entry < high
+        if names is not None:
+            there = there & (tl.load(names + entry, mask=there, other=-1) >= 0)
+        own = _ordered(tl.load(row + entry, mask=there, other=0.0))
         competes = there
         if FIRST:
             mark = tl.load(marks + entry, mask=there, other=-1)
             competes = there & (mark == which)
-        tie = ((key == threshold) & competes).to(tl.int32)
-        chosen = ((key > threshold) & competes) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
+        tie = ((own == threshold) & competes).to(tl.int32)
+        chosen = ((own > threshold) & competes) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
         if FIRST:
             chosen = chosen | (there & (mark > which))  # marked entries that need not compete
         place = taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
@@ -398,10 +404,10 @@ def _topk_kernel(
     FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    PART: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ) -> None:
     """Choose among the pages of one part; the last program of a head chooses from the parts' choices."""
     pair, part = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, a part of its pages
@@ -420,20 +426,21 @@ def _topk_kernel(
     table = resident
     if resident is not None:
         table = resident + at
+    if FIRST:
+        marks += pair.to(tl.int64) * num_entries
     is_last = True
     if PARTS == 1:
-        if FIRST:
-            marks += pair.to(tl.int64) * num_entries
-        pick(row, None, marks, table, low, high, k, selected + at, None, K, FIRST, BLOCK_K, BLOCK_N)
+        pick(row, None, marks, table, 0, low, high, k, selected + at, None, K, FIRST, BLOCK_K, BLOCK_N)
     else:
         chosen = pair.to(tl.int64) * PARTS * K
         here = chosen + part * K
-        begin, stop = tl.maximum(low, part * PART), tl.minimum(high, (part + 1) * PART)
-        pick(row, None, None, None, begin, stop, k, named + here, best + here, K, 0, BLOCK_K, BLOCK_N)
+        first = part * BLOCK_N
+        begin, stop = tl.maximum(low, first), tl.minimum(high, first + BLOCK_N)
+        pick(row, None, None, None, first, begin, stop, k, named + here, best + here, K, 0, BLOCK_K, BLOCK_N)
         is_last = last_to_arrive(arrived + pair, PARTS)
         if is_last:
             row, names = best + chosen, named + chosen
-            pick(row, names, None, None, 0, PARTS * K, k, selected + at, None, K, 0, BLOCK_K, BLOCK_N)
+            pick(row, names, None, None, 0, 0, PARTS * K, k, selected + at, None, K, 0, BLOCK_K, BLOCK_P)
     if pages is not None:
         if is_last:
             tl.debug_barrier()
@@ -516,17 +523,17 @@ def _select_topk(
     """Launch, with several programs per head if it has many pages; ties always go to the lower page."""
     (b, num_kv_heads, num_pages), k = scores.shape, selection.selected.shape[2]
     pairs, device = b * num_kv_heads, scores.device
-    # Choosing from one part should take as long as choosing from the choices of all parts.
-    part = power_of_two(min(num_pages, max(BLOCK, math.isqrt(num_pages * k))))
-    parts, marks, best, named = -(-num_pages // part), None, None, None
+    block = min(BLOCK, power_of_two(num_pages))
+    marks, best, named = None, None, None
     if selection.first:
-        parts, marks = 1, torch.empty(pairs, num_pages, dtype=torch.int8, device=device)
+        block, marks = power_of_two(num_pages), torch.empty(pairs, num_pages, dtype=torch.int8, device=device)
+    parts = -(-num_pages // block)
     if parts > 1:
         best = torch.empty(pairs, parts * k, dtype=torch.float32, device=device)
         named = torch.empty(pairs, parts * k, dtype=torch.int32, device=device)
         if arrived is None:
             arrived = torch.zeros(pairs, dtype=torch.int32, device=device)
-    block_n = min(BLOCK, part)
+    block_p = power_of_two(parts * k) if parts > 1 else 1
     launch(
         _topk_kernel,
         (pairs, parts),
@@ -537,12 +544,11 @@ def _select_topk(
         FIRST=selection.first,
         SIZE=layout.size,
         GROUP=layout.group,
-        PART=part,
         PARTS=parts,
         BLOCK_K=power_of_two(k),
-        BLOCK_N=block_n,
-        warps=4 if max(block_n, k) <= 1024 else 8,
-        registers=ALL_REGISTERS,
+        BLOCK_N=block,
+        BLOCK_P=block_p,
+        warps=max(4, min(16, max(block, block_p, 2 * k) // HELD)),
     )
 
 

@@ -158,8 +158,8 @@ CASES: list[Case] = []
 
 
 def compare(case: Case, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> Outcome:
-    """Call kernel and reference with the same numbers; the reference in float64 where rounding is allowed."""
-    expected = case.make(Draw(dtype, device, double=not case.exact), sizes)
+    """Call kernel and reference with the same numbers; the reference on a CPU, in float64 where rounding is allowed."""
+    expected = case.make(Draw(dtype, torch.device("cpu"), double=not case.exact), sizes)
     actual = case.make(Draw(dtype, device), sizes)
     returned = case.ref(*expected.args), case.kernel(*actual.args)
     pairs = zip(expected.written, actual.written, strict=True)
@@ -177,7 +177,7 @@ def _difference(reference: Tensor, found: Tensor, exact: bool, tolerance: float)
     if exact and found.dtype != reference.dtype:
         return Outcome(f"{found.dtype}, not {reference.dtype}", 0.0)
     finite = reference.isfinite()
-    found, reference = found.double(), reference.double()
+    found, reference = found.cpu().double(), reference.double()
     if not torch.equal(found[~finite].nan_to_num(nan=7), reference[~finite].nan_to_num(nan=7)):
         return Outcome("NaN or infinity where there should be none, or the other way round", 0.0)
     norm = float(reference[finite].norm())
@@ -766,7 +766,7 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     return Call((found.float(), heads, alpha, most, wanted, tally, arrived), [wanted, *tally, arrived])
 
 
-@case(kept_queries.turn_from_kept, kept_queries.turn_from_kept_ref, [-2.0, 2.0, 0.9], exact=True)
+@case(kept_queries.turn_from_kept, kept_queries.turn_from_kept_ref, [-2.0, 2.0, 0.9])
 def _(draw: Draw, s: Sizes, theta: float) -> Call:
     """One sequence retrieves for the first time, one asks as before, one asks otherwise, and one does not retrieve."""
     q, query = draw(2, s.b, 2, s.hk * s.g, s.d)[:, :, 1]

@@ -16,7 +16,7 @@ from kernel_modules import kernel_modules, kernel_names
 from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
 
 from kvcli.conformance.crossed import some
-from kvcli.kernels import _triton
+from kvcli.kernels import _triton, group_pooling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -147,3 +147,10 @@ def test_references_need_no_triton():
     program = f"import sys; sys.modules['triton'] = None; import torch; {imports}{select}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "[[1, 2]]\n"), run.stderr
+
+
+@pytest.mark.parametrize("case", [case for case in BY_PARTS["token_scores_device"] if "_s" in case.name])
+def test_sums_of_many_blocks_are_merged_before_pooling(kernels_take_all, case, monkeypatch):
+    monkeypatch.setattr(group_pooling, "MANY", 1)
+    monkeypatch.setattr(group_pooling, "NORM_BLOCK", 2)
+    assert compare(case, torch.float32, DEVICE, ODD).problem == ""

@@ -20,7 +20,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvcli.kernels._numba import compiled, flat, prange, run, serves
-from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, rows_at_once, takes, tl
+from kvcli.kernels._triton import (
+    jit,
+    launch,
+    power_of_two,
+    require,
+    require_whole,
+    round_to_tf32,
+    rows_at_once,
+    takes,
+    tl,
+)
 from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool_candidates, pool_queries
 from kvcli.kernels.page_table import PagedKV, SlotLayout, candidate_range, candidates, slot_of, slot_of_page
 
@@ -386,14 +396,18 @@ def _one_bit_kernel(
                 query = tl.where((row == 0)[:, None], pooled[None, :], 0.0)
             base += tl.sum(query * (zero - scale)[None, :], axis=1)
             weights = 2.0 * query * scale[None, :]
-            # A bit is exact in tf32; a weight is split into two such numbers, which keep 22 of its 24 bits.
-            first = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
             there = candidate[:, None] & (y + byte < BYTES)[None, :]
             packed = tl.load(codes + i[:, None] * BYTES + y + byte[None, :], mask=there, other=0).to(tl.int32)
             bits = tl.reshape((packed[:, :, None] >> bit[None, None, :]) & 1, [BLOCK_R, 8 * BLOCK_Y])
             bits = tl.trans(bits.to(tl.float32))
-            scores = tl.dot(first, bits, scores, input_precision="tf32")
-            scores = tl.dot(weights - first, bits, scores, input_precision="tf32")
+            # A bit is exact in tf32. Weights made of half precisions are rounded to it, which is finer than these are;
+            # of others, each is split into two such numbers, which keep 22 of its 24 bits.
+            if q.dtype.element_ty == tl.float32:
+                first = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+                scores = tl.dot(first, bits, scores, input_precision="tf32")
+                scores = tl.dot(weights - first, bits, scores, input_precision="tf32")
+            else:
+                scores = tl.dot(round_to_tf32(weights), bits, scores, input_precision="tf32")
         scores = factor * (scores + base[:, None])
         block = group * blocks_of + start // BLOCK_R
         here = tl.where(i < GROUP, token, num_tokens)
