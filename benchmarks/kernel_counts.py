@@ -4,7 +4,7 @@
 
 Counted are Triton kernels and operations of torch of a layer's attention and all that goes with it, on a short prompt
 beyond a shorter budget (`raas-contested`: within it), with the form that choosing pages has at 128K
-(`kvcli.kernels.page_scores.ALONE`). The chain is what the next layer waits for, the model's own kernels of a llama
+(`kvcli.kernels.page_scores.ALONE`, `kvcli.kernels.group_pooling.MANY`). The chain is what the next layer waits for, the model's own kernels of a llama
 layer among them (`LAYER` of `tests/runtime/gpu/test_fused.py`); where heads are corrected it is longer. `--against`
 puts the budgets of the trace's test at a commit beside.
 """
@@ -25,11 +25,12 @@ import test_fused  # noqa: E402
 import test_trace  # noqa: E402
 from common import arguments, save  # noqa: E402
 
-from kvcli.kernels import page_scores  # noqa: E402
+from kvcli.kernels import group_pooling, page_scores  # noqa: E402
 from kvcli.methods import get_method  # noqa: E402
 from kvcli.runtime.gpu.recorder import SerialStreams  # noqa: E402
 
 LENGTH = 131_072
+BLOCK = 32  # pages or tokens that a program scores
 TRACE = "tests/runtime/gpu/test_trace.py"
 
 
@@ -49,11 +50,14 @@ class CountedStreams(SerialStreams):
 
 def counted(name: str, switch: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, float]:
     """Count a layer's kernels after such prompts: all, of the chain, and of the chain through a corrected head."""
-    page = get_method(name).Config.model_fields.get("page_size")
+    fields = get_method(name).Config.model_fields
+    scored = LENGTH // next((fields[size].default for size in ("page_size", "chunk") if size in fields), 1)
     streams = CountedStreams()
     with pytest.MonkeyPatch.context() as patch:
-        if page is not None and LENGTH // page.default >= page_scores.ALONE:
+        if "page_size" in fields and scored >= page_scores.ALONE:
             patch.setattr(page_scores, "ALONE", 0)
+        if scored > group_pooling.MANY * BLOCK:
+            patch.setattr(group_pooling, "MANY", 0)
         triton, torch_, _ = test_trace.traced(name, switch, lengths, patch, streams)
     beside = streams.beside
     chain = triton + torch_ - sum(beside.values()) + test_fused.LAYER

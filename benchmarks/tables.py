@@ -10,6 +10,8 @@ from common import RESULTS, said
 
 SIMILARITY = {"turning": "low similarity", "steady": "high similarity"}  # of queries between steps, as results name it
 
+LONG = 5  # microseconds
+
 UNITS = {"gb_per_second": 1, "peak_bytes": 1e9}  # of figures beside a speed
 
 
@@ -144,13 +146,35 @@ def main() -> None:
         steps,
     )
     rows = rows_of("gpu_predictions")
+    taken = measured_steps()
     methods = {row["method"]: [each for each in rows if each["method"] == row["method"]] for row in rows}
     predicted = [
-        [f"`{method}`", *(milliseconds(row[key]) for row in of_it for key in ("floor_ms", "step_ms"))]
+        [f"`{method}`"]
+        + [
+            milliseconds(time)
+            for row in of_it
+            for time in (row["floor_ms"], row["step_ms"], taken.get((method, row["context"])))
+        ]
         for method, of_it in methods.items()
     ]
-    contexts = [f"{row['context'] >> 10}K, {what}" for row in methods["full"] for what in ("floor", "predicted")]
-    table("Predicted step on an H200, ms (`gpu_predictions.json`)", ["method", *contexts], predicted)
+    heads = ("floor", "predicted", "measured")
+    contexts = [f"{row['context'] >> 10}K, {what}" for row in methods["full"] for what in heads]
+    table("Step on an H200, ms (`gpu_predictions.json`, `gpu.json`)", ["method", *contexts], predicted)
+    layers = []
+    for each in json.loads((RESULTS / "gpu_layers.json").read_text())["cases"]:
+        own = [one for one in each["layer"] if one["kernel"].startswith("_") and one["us"] >= LONG]
+        named = ", ".join(f"`{one['kernel'].strip('_')}` {one['us']:.0f}" for one in own)
+        layers.append([each["case"], f"{each['context']:,}", f"{min(each['step_ms']):.2f}", named])
+    heads = ["method", "context", "step, ms", f"kernels of {LONG} us or more in a layer, us"]
+    table("Kernels of a layer on an H200 (`gpu_layers.json`)", heads, layers)
+
+
+def measured_steps() -> dict[tuple[str, int], float]:
+    """Return the measured steps of `gpu.json` by method and context, of FreeKV with 30 % of the heads corrected."""
+    parts = json.loads((RESULTS / "gpu.json").read_text())["parts"]
+    rows = [row for part in ("speed", "peers") for row in parts[part]["rows"] if "method" in row]
+    kept = [row for row in rows if row["corrected"] in (None, 0.3)]
+    return {(row["method"], row["context"]): row["step_ms"]["median"] for row in kept}
 
 
 if __name__ == "__main__":

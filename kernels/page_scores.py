@@ -261,7 +261,7 @@ def _score_kernel(
                 if FIRST:
                     marks += scores_of
                 target, scored = selected + chosen, pooled_out + scores_of
-                pick(scored, None, marks, table, 0, low, high, K, target, None, K, FIRST, BLOCK_K, PICK_N)
+                pick(scored, None, marks, table, 0, low, high, K, target, None, K, FIRST, True, BLOCK_K, PICK_N)
                 if pages is not None:
                     tl.debug_barrier()
                     resolve_head(table, target, pages + chosen, slots + chosen, count + pair, K, BLOCK_K)

@@ -3,8 +3,8 @@
 Shapes: scores [Hk, n], 1 <= k <= n -> pages [Hk, k] int64, in no particular order; `topk_pages_device` has the batch in
 front, and lengths [b] that define the candidates.
 
-On the device one program serves a head or a part of its pages. If there are several, the last one to finish chooses
-from what the others chose.
+On the device one program serves a head or a part of its pages, and holds their scores in its registers. If there are
+several, the last one to finish chooses from what the others chose.
 """
 
 from __future__ import annotations
@@ -66,26 +66,64 @@ def _held(
 
 
 @jit
-def _threshold(key: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """Find the k-th largest of the keys, and how many keys equal to it are among the k largest.
+def _reach(
+    key: tl.tensor,
+    bound: tl.tensor,
+    row: tl.tensor,
+    names: tl.tensor,
+    marks: tl.tensor,
+    which: tl.tensor,
+    first: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    ONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Count the keys from `bound` on: those given, and unless these are all (ONE), those that `_held` reads further."""
+    count = tl.sum((key >= bound).to(tl.int32), axis=0)
+    if not ONE:
+        for start in range(first + BLOCK_N, high, BLOCK_N):
+            more = _held(row, names, marks, which, start, low, high, BLOCK_N)
+            count += tl.sum((more >= bound).to(tl.int32), axis=0)
+    return count
+
+
+@jit
+def _threshold(
+    row: tl.tensor,
+    names: tl.tensor,
+    marks: tl.tensor,
+    which: tl.tensor,
+    first: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    k: tl.tensor,
+    ONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Find the k-th largest of the keys that `_held` reads, and how many equal to it are among the k largest.
 
     Bit by bit, until as many keys reach what is found so far as are wanted: of scores that differ, about half of the
-    bits decide. A pass over keys in registers costs little beside its sum over threads.
+    bits decide. A pass over keys in registers costs little beside its sum over threads; if BLOCK_N do not hold all,
+    each pass reads the rest again.
     """
     least: tl.constexpr = -2147483648  # of what is not there
-    k = tl.maximum(tl.minimum(k, tl.sum((key != least).to(tl.int32), axis=0)), 0)
+    key = _held(row, names, marks, which, first, low, high, BLOCK_N)
+    there = _reach(key, least + 1, row, names, marks, which, first, low, high, ONE, BLOCK_N)
+    k = tl.maximum(tl.minimum(k, there), 0)
     found, bit = tl.full([], 0, tl.int32), tl.full([], 31, tl.int32)
     while bit >= 0:
         bound = found | (tl.full([], 1, tl.int32) << bit)  # unsigned; the sign bit orders the other way
-        reach = tl.sum((key >= (bound ^ least)).to(tl.int32), axis=0)
+        reach = _reach(key, bound ^ least, row, names, marks, which, first, low, high, ONE, BLOCK_N)
         found = tl.where(reach >= k, bound, found)
         bit = tl.where(reach == k, -1, bit - 1)
-    return found ^ least, k - tl.sum((key > (found ^ least)).to(tl.int32), axis=0)
+    last = found ^ least
+    more = tl.minimum(last, 2147483646) + 1  # no score is the largest integer
+    return last, k - _reach(key, more, row, names, marks, which, first, low, high, ONE, BLOCK_N)
 
 
 @jit
 def _mark(
-    key: tl.tensor,
     row: tl.tensor,
     marks: tl.tensor,
     resident: tl.tensor,
@@ -93,11 +131,12 @@ def _mark(
     high: tl.tensor,
     K: tl.constexpr,
     FIRST: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
     """Mark the FIRST best entries and the resident ones with 1, all others with 0; return the number of ones."""
-    threshold, room = _threshold(key, FIRST)
+    threshold, room = _threshold(row, None, None, 0, 0, low, high, FIRST, ONE, BLOCK_N)
     equal = 0
     for start in range(low, high, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
@@ -132,25 +171,28 @@ def pick(
     best: tl.tensor,
     K: tl.constexpr,
     FIRST: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
     """Choose k of the entries low .. high of a row of scores: pages, or what `names` calls them if given.
 
-    All of them, at most BLOCK_N from `first` on, are held in registers at once to find the k-th best; then they
-    are read again, some at a time, as to number those that are chosen takes more registers. With FIRST, so many of the
-    best are chosen, then `resident` pages by score, then others by score; `marks` are then bytes, one for each page.
+    BLOCK_N of them, from `first` on, are held in registers to find the k-th best, which should be all of them (ONE).
+    Then they are read again, some at a time, as to number those that are chosen takes more registers. With FIRST, so
+    many of the best are chosen, then `resident` pages by score, then others by score; `marks` are then bytes, one for
+    each page.
+
     Writes the choice to `selected` [K], ascending, and its scores to `best` if given.
     """
     some: tl.constexpr = min(BLOCK_N, 4096)
-    key = _held(row, names, None, 0, first, low, high, BLOCK_N)
     which, need = 0, k  # the mark whose entries compete, and the number of places
     if FIRST:
-        count = _mark(key, row, marks, resident, low, high, K, FIRST, BLOCK_K, some)
+        count = _mark(row, marks, resident, low, high, K, FIRST, ONE, BLOCK_K, BLOCK_N)
         which = (count >= k).to(tl.int32)
         need = tl.where(which == 1, k, k - count)
-        key = _held(row, names, marks, which, first, low, high, BLOCK_N)
-    threshold, room = _threshold(key, need)
+        threshold, room = _threshold(row, names, marks, which, first, low, high, need, ONE, BLOCK_N)
+    else:
+        threshold, room = _threshold(row, names, None, 0, first, low, high, need, ONE, BLOCK_N)
     taken, equal = 0, 0
     for start in range(low, high, some):
         entry = start + tl.arange(0, some)
@@ -405,6 +447,7 @@ def _topk_kernel(
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -430,17 +473,17 @@ def _topk_kernel(
         marks += pair.to(tl.int64) * num_entries
     is_last = True
     if PARTS == 1:
-        pick(row, None, marks, table, 0, low, high, k, selected + at, None, K, FIRST, BLOCK_K, BLOCK_N)
+        pick(row, None, marks, table, 0, low, high, k, selected + at, None, K, FIRST, ONE, BLOCK_K, BLOCK_N)
     else:
         chosen = pair.to(tl.int64) * PARTS * K
         here = chosen + part * K
         first = part * BLOCK_N
         begin, stop = tl.maximum(low, first), tl.minimum(high, first + BLOCK_N)
-        pick(row, None, None, None, first, begin, stop, k, named + here, best + here, K, 0, BLOCK_K, BLOCK_N)
+        pick(row, None, None, None, first, begin, stop, k, named + here, best + here, K, 0, True, BLOCK_K, BLOCK_N)
         is_last = last_to_arrive(arrived + pair, PARTS)
         if is_last:
             row, names = best + chosen, named + chosen
-            pick(row, names, None, None, 0, 0, PARTS * K, k, selected + at, None, K, 0, BLOCK_K, BLOCK_P)
+            pick(row, names, None, None, 0, 0, PARTS * K, k, selected + at, None, K, 0, ONE, BLOCK_K, BLOCK_P)
     if pages is not None:
         if is_last:
             tl.debug_barrier()
@@ -523,17 +566,17 @@ def _select_topk(
     """Launch, with several programs per head if it has many pages; ties always go to the lower page."""
     (b, num_kv_heads, num_pages), k = scores.shape, selection.selected.shape[2]
     pairs, device = b * num_kv_heads, scores.device
-    block = min(BLOCK, power_of_two(num_pages))
-    marks, best, named = None, None, None
+    block, marks, best, named = min(BLOCK, power_of_two(num_pages)), None, None, None
+    parts, last = -(-num_pages // block), num_pages  # entries that the last program of a head chooses from
     if selection.first:
-        block, marks = power_of_two(num_pages), torch.empty(pairs, num_pages, dtype=torch.int8, device=device)
-    parts = -(-num_pages // block)
+        parts, marks = 1, torch.empty(pairs, num_pages, dtype=torch.int8, device=device)
     if parts > 1:
+        last = parts * k
         best = torch.empty(pairs, parts * k, dtype=torch.float32, device=device)
         named = torch.empty(pairs, parts * k, dtype=torch.int32, device=device)
         if arrived is None:
             arrived = torch.zeros(pairs, dtype=torch.int32, device=device)
-    block_p = power_of_two(parts * k) if parts > 1 else 1
+    block_p = min(BLOCK, power_of_two(last))
     launch(
         _topk_kernel,
         (pairs, parts),
@@ -545,10 +588,11 @@ def _select_topk(
         SIZE=layout.size,
         GROUP=layout.group,
         PARTS=parts,
+        ONE=last <= BLOCK,
         BLOCK_K=power_of_two(k),
         BLOCK_N=block,
         BLOCK_P=block_p,
-        warps=max(4, min(16, max(block, block_p, 2 * k) // HELD)),
+        warps=max(4, min(16, power_of_two(max(block, block_p, 2 * k)) // HELD)),
     )
 
 

@@ -200,8 +200,9 @@ def fake_cuda(monkeypatch, current=None):
     """
     launched = []
 
-    def launch(kernel, grid, *args, **_):
+    def launch(kernel, grid, *args, warps=4, **_):
         assert math.prod(grid) > 0
+        assert warps in (1, 2, 4, 8, 16, 32), f"{kernel.__name__} asks for {warps} warps: Triton wants a power of two"
         assert all(side < 1 << 16 for side in grid[1:]), f"{kernel.__name__} has a grid {grid}: CUDA allows 65,535"
         for x in args:
             assert not isinstance(x, torch.Tensor) or x.is_cuda, f"{kernel.__name__} reads {x.device}"

@@ -332,7 +332,7 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
     if variant == "tokens":
         s, pages = s._replace(layout=TOKENS), max(s.lengths)
     if "long" in variant:
-        pages = 9000 if s is ODD else 32768
+        pages = 18_000 if s is ODD else 32_768  # of more than one program
         lengths[-2:] = [4101 * s.layout.size, (pages - 1) * s.layout.size]
     selection = _selection(draw, s, pages, not {"misses", "first"}.isdisjoint(variant.split()), int(variant == "first"))
     found, heads = draw.fp32(_tied(draw, s.b, s.hk, pages)), draw.mask(s.b, s.hk)

@@ -8,6 +8,7 @@ from kvcli.kernels.page_scores import page_scores_device
 from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores_device
+from kvcli.kernels.topk import Selection, topk_pages_device
 
 TOKENS, LAYOUT = 1 << 20, SlotLayout(1, 16, 2016, 16)
 
@@ -25,3 +26,13 @@ def test_tokens_and_pages_of_one_token_are_scored(heads, d, dtype, monkeypatch):
         page_scores_device(q, bounds, lengths, LAYOUT, 1.0, "mean_s", out)
     pooled = ["_norm_kernel", "_pool_kernel"]  # of many blocks
     assert launched == ["_token_kernel", *pooled, "_score_kernel", *pooled]
+
+
+@pytest.mark.parametrize("k", [3, 700, 2016])
+@pytest.mark.parametrize("entries", [5, 9000, TOKENS])
+def test_as_many_are_chosen_as_are_wanted(entries, k, monkeypatch):
+    with fake_cuda(monkeypatch) as (launched, _):
+        lengths = torch.empty(1, device=CUDA, dtype=torch.int32)
+        scores = torch.empty(1, 8, entries, device=CUDA)
+        topk_pages_device(scores, lengths, LAYOUT._replace(selected=k), Selection.empty(scores, k))
+    assert launched == ["_topk_kernel"]

@@ -16,7 +16,7 @@ from kernel_modules import kernel_modules, kernel_names
 from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
 
 from kvcli.conformance.crossed import some
-from kvcli.kernels import _triton, group_pooling
+from kvcli.kernels import _triton, group_pooling, topk
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -154,3 +154,10 @@ def test_sums_of_many_blocks_are_merged_before_pooling(kernels_take_all, case, m
     monkeypatch.setattr(group_pooling, "MANY", 1)
     monkeypatch.setattr(group_pooling, "NORM_BLOCK", 2)
     assert compare(case, torch.float32, DEVICE, ODD).problem == ""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.kernel is topk.topk_pages_device])
+def test_what_a_program_cannot_hold_is_read_again(kernels_take_all, case, monkeypatch):
+    monkeypatch.setattr(topk, "BLOCK", 16 if "long" not in case.name else 8192)
+    sizes = ODD if "long" not in case.name else ODD._replace(layout=ODD.layout._replace(selected=8000))
+    assert compare(case, torch.float32, DEVICE, sizes).problem == ""
