@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvcli.capacity.planning.probe import WordlessTokenizer
+from kvcli.capacity.planning.probe import RandomKV, WordlessTokenizer
 from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.softmax import Softmax
 from kvcli.models.geometry import geometry_of
@@ -60,12 +60,19 @@ def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps
 
 
 @torch.inference_mode()
-def stepping(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> Iterator[RunningSequence]:
-    """Take a step of kvcli's loop with a method whenever the next item is asked for: the sequence."""
+def stepping(
+    run: Run, model: LlamaForCausalLM, kv: list | None, context: int, steps: int
+) -> Iterator[RunningSequence]:
+    """Take a step of kvcli's loop with a method whenever the next item is asked for: the sequence.
+
+    Without `kv`, the method is also shown queries of the prompt, which some choose by.
+    """
     sampling = Sampling(max_tokens=1 + steps + WARMUP, ignore_eos=True)
     with engine(model_of(model), [context + sampling.max_tokens]) as ready:
         method = ready.method(run.profile, ready.context(context, sampling.max_tokens))
-        for layer, (k, v) in enumerate(kv):
+        if kv is None:
+            RandomKV(0, torch.device("cpu"), torch.float32).fill([method], ready.layers, context)
+        for layer, (k, v) in enumerate(kv or ()):
             q = torch.randn(CONFIG.num_attention_heads, method.query_rows, k.shape[2]).to(k.dtype)
             method.prefill(layer, k, v, q, SOFTMAX)
         sampler = (lambda _: 1) if run.steady else None
@@ -78,7 +85,7 @@ def step_when_asked(method: str, context: int, most: int) -> None:
     """Take as many steps as each line of standard input says, and print their times as JSON."""
     torch.manual_seed(0)
     module = LlamaForCausalLM(CONFIG).eval()
-    sequences = stepping(Run(resolve_profile(method)), module, made_up_kv(context), context, most)
+    sequences = stepping(Run(resolve_profile(method)), module, None, context, most)
     for line in sys.stdin:
         sequence = list(islice(sequences, int(line)))[-1]
         print(json.dumps(sequence.decode_ms[-int(line) :]), flush=True)
