@@ -5,8 +5,8 @@
 Counted are Triton kernels and operations of torch of a layer's attention and all that goes with it, on a short prompt
 beyond a shorter budget (`raas-contested`: within it), with the form that choosing pages has at 128K
 (`kvcli.kernels.page_scores.ALONE`, `kvcli.kernels.group_pooling.MANY`). The chain is what the next layer waits for,
-the model's own kernels of a llama layer among them (`LAYER` of `tests/runtime/gpu/test_fused.py`); where heads are corrected it is longer. `--against`
-puts the budgets of the trace's test at a commit beside.
+the model's own kernels of a llama layer among them (`LAYER` of `tests/runtime/gpu/test_fused.py`); where heads are
+corrected it is longer. `--against` puts the budgets of the trace's test at a commit beside.
 """
 
 import ast
