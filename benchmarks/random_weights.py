@@ -60,9 +60,7 @@ def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps
 
 
 @torch.inference_mode()
-def stepping(
-    run: Run, model: LlamaForCausalLM, kv: list | None, context: int, steps: int
-) -> Iterator[RunningSequence]:
+def stepping(run: Run, model: LlamaForCausalLM, kv: list | None, context: int, steps: int) -> Iterator[RunningSequence]:
     """Take a step of kvcli's loop with a method whenever the next item is asked for: the sequence.
 
     Without `kv`, the method is also shown queries of the prompt, which some choose by.
