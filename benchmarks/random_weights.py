@@ -33,6 +33,17 @@ WARMUP = 2
 SOFTMAX = Softmax((CONFIG.hidden_size // CONFIG.num_attention_heads) ** -0.5)
 
 
+class NoSpecialTokens(WordlessTokenizer):
+    """A tokenizer that spells nothing, for methods that look for heads by tokens drawn at random."""
+
+    all_special_ids: tuple[int, ...] = ()
+    bos_token_id = None
+
+    def __len__(self) -> int:
+        """Return as many tokens as the model has."""
+        return CONFIG.vocab_size
+
+
 class Run(NamedTuple):
     """What is timed beside transformers."""
 
@@ -43,7 +54,7 @@ class Run(NamedTuple):
 def model_of(module: PreTrainedModel) -> Model:
     """Give kvcli a model without a tokenizer; its tokens have no text."""
     geometry = geometry_of(module.config, module.dtype)
-    return Model(module, WordlessTokenizer(), geometry, module.device, module.dtype, "made up", "dummy")  # type: ignore[arg-type]
+    return Model(module, NoSpecialTokens(), geometry, module.device, module.dtype, "made up", "dummy")  # type: ignore[arg-type]
 
 
 def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,8 +4,9 @@ Not under the interpreter: run it as a program. `python tests/triton_compile.py 
 last case of every function in both dtypes for 9.0, the first, and of these in bf16 for the others the kernels that are
 not the same everywhere: `tied` to the device by matrix products or atomics; for the first also some over latents.
 `--all` takes every case in three dtypes for all, and the last ones at five head dimensions. `--ends` takes those that a
-size changes at both ends of it, for the first capability. Kernels are specialised as on the device (argument types,
-alignment, sizes), down to machine code, by the assembler of Triton.
+size changes at both ends of it, for the first capability. `--check` takes what `benchmarks/gpu.py` checks, every case
+in three dtypes at odd and at real sizes, so that a device finds them in Triton's cache. Kernels are specialised as on
+the device (argument types, alignment, sizes), down to machine code, by the assembler of Triton.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from triton_cases import CASES, REAL, REAL_LATENT, Case, Draw, Sizes
+from triton_cases import CASES, ODD, REAL, REAL_LATENT, TOLERANCE, Case, Draw, Sizes
 
 from kvcli.kernels import _triton
 from kvcli.kernels import paged_attention as paged_decode_attention
@@ -88,6 +89,9 @@ def plan(dtypes: Sequence[torch.dtype], extent: str) -> Iterator[tuple[torch.dty
     if extent == "--ends":
         yield from ((dtype, sizes, case) for dtype in dtypes for sizes in ends() for case in last)
         return
+    if extent == "--check":
+        yield from itertools.product(TOLERANCE, (ODD, REAL), CASES)
+        return
     yield from ((torch.bfloat16, REAL_LATENT, case) for case in last if case.kernel in LATENTS)
     if extent != "--all":
         yield from itertools.product(dtypes, (REAL,), last)
@@ -131,5 +135,5 @@ def main(capabilities: Sequence[int], dtypes: Sequence[torch.dtype], extent: str
 if __name__ == "__main__":
     words = sys.argv[1:]
     asked = [getattr(torch, word) for word in words if word.startswith(("float", "bfloat"))]
-    extents = [word for word in words if word in ("--all", "--ends")]
+    extents = [word for word in words if word in ("--all", "--ends", "--check")]
     main([int(word) for word in words if word.isdigit()] or [90], asked or [torch.bfloat16], *(extents or [""]))

@@ -595,6 +595,15 @@ def test_a_file_is_whole_at_any_time(tmp_path, monkeypatch):
     assert json.loads(path.read_text())["parts"] == 1
 
 
+def test_the_first_call_on_a_machine_without_an_index(tmp_path):
+    output = tmp_path / "gpu.json"
+    (tmp_path / "bundle").mkdir()
+    words = [BENCHMARKS / "gpu_first.sh", tmp_path / "bundle", "--smoke", "--parts", "machine,rates", "-o", output]
+    run = subprocess.run(["bash", *map(str, words)], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert [kept(output)[name]["state"] for name in ("machine", "rates", "kernels")] == ["done", "done", "not run"]
+
+
 @pytest.mark.exhaustive
 def test_the_first_hour_in_small(warm, tmp_path):
     """All parts on a CPU, in calls of half a minute; what was measured once is not measured again."""
