@@ -15,5 +15,5 @@ if [ -f "$bundle/triton.tar.xz" ]; then
   tar xJf "$bundle/triton.tar.xz" -C "$scratch"
   export TRITON_CACHE_DIR="$scratch/triton"
 fi
-export PYTHONPATH="$scratch/packages:$PWD" PYTHONUNBUFFERED=1
+export PYTHONPATH="$scratch/packages:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python3 benchmarks/gpu.py "$@"

@@ -599,7 +599,8 @@ def test_the_first_call_on_a_machine_without_an_index(tmp_path):
     output = tmp_path / "gpu.json"
     (tmp_path / "bundle").mkdir()
     words = [BENCHMARKS / "gpu_first.sh", tmp_path / "bundle", "--smoke", "--parts", "machine,rates", "-o", output]
-    run = subprocess.run(["bash", *map(str, words)], capture_output=True, text=True, cwd=tmp_path)
+    own = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    run = subprocess.run(["bash", *map(str, words)], capture_output=True, text=True, cwd=tmp_path, env=own)
     assert run.returncode == 0, run.stdout + run.stderr
     assert [kept(output)[name]["state"] for name in ("machine", "rates", "kernels")] == ["done", "done", "not run"]
 
