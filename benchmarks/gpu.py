@@ -76,6 +76,7 @@ PARTS = (
     BenchmarkPart("methods", "methods_batch", 300, "every method beside freekv, a batch at the short context"),
     BenchmarkPart("methods", "methods_large", 240, "methods that offload beside freekv, a batch at the middle context"),
     BenchmarkPart("methods", "methods_pieces", 240, "every method served in pieces beside freekv, short context"),
+    BenchmarkPart("steps", "layers", 120, "the kernels of a layer, middle context"),
     BenchmarkPart("steps", "other", 45, "another architecture"),
     BenchmarkPart("steps", "ablation", 60, "recall with its parts switched off"),
     BenchmarkPart("peers", "static", 110, "transformers' static cache, compiled"),

@@ -161,10 +161,10 @@ def main() -> None:
     contexts = [f"{row['context'] >> 10}K, {what}" for row in methods["full"] for what in heads]
     table("Step on an H200, ms (`gpu_predictions.json`, `gpu.json`)", ["method", *contexts], predicted)
     layers = []
-    for each in json.loads((RESULTS / "gpu_layers.json").read_text())["cases"]:
+    for each in json.loads((RESULTS / "gpu_layers.json").read_text())["parts"]["layers"]["rows"]:
         own = [one for one in each["layer"] if one["kernel"].startswith("_") and one["us"] >= LONG]
         named = ", ".join(f"`{one['kernel'].strip('_')}` {one['us']:.0f}" for one in own)
-        layers.append([each["case"], f"{each['context']:,}", f"{min(each['step_ms']):.2f}", named])
+        layers.append([each["case"], f"{each['context']:,}", f"{each['step_ms']['median']:.2f}", named])
     heads = ["method", "context", "step, ms", f"kernels of {LONG} us or more in a layer, us"]
     table("Kernels of a layer on an H200 (`gpu_layers.json`)", heads, layers)
 

@@ -454,7 +454,7 @@ def resolve_head(
     slot = tl.arange(0, BLOCK_K)
     held = tl.load(resident + slot, mask=slot < K, other=-1)
     wanted = tl.load(selected + slot, mask=slot < K, other=-1)
-    if BLOCK_K <= 64:
+    if BLOCK_K <= 64:  # few enough to compare each with each, which waits for memory once, not at every bisection
         same = (held[:, None] == wanted[None, :]) & (wanted >= 0)[None, :]
         kept = tl.max(same.to(tl.int32), axis=1) != 0
         missing = (wanted >= 0) & (tl.max(same.to(tl.int32), axis=0) == 0)

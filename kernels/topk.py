@@ -136,10 +136,11 @@ def _mark(
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
     """Mark the FIRST best entries and the resident ones with 1, all others with 0; return the number of ones."""
+    some: tl.constexpr = min(BLOCK_N, 4096)  # as in `pick`
     threshold, room = _threshold(row, None, None, 0, 0, low, high, FIRST, ONE, BLOCK_N)
     equal = 0
-    for start in range(low, high, BLOCK_N):
-        entry = start + tl.arange(0, BLOCK_N)
+    for start in range(low, high, some):
+        entry = start + tl.arange(0, some)
         there = entry < high
         own = _ordered(tl.load(row + entry, mask=there, other=0.0))
         tie = ((own == threshold) & there).to(tl.int32)
@@ -151,8 +152,8 @@ def _mark(
     tl.store(marks + page, tl.full([BLOCK_K], 1, tl.int8), mask=(page >= low) & (page < high))
     tl.debug_barrier()
     count = 0
-    for start in range(low, high, BLOCK_N):
-        entry = start + tl.arange(0, BLOCK_N)
+    for start in range(low, high, some):
+        entry = start + tl.arange(0, some)
         count += tl.sum(tl.load(marks + entry, mask=entry < high, other=0).to(tl.int32), axis=0)
     return count
 
@@ -184,7 +185,7 @@ def pick(
 
     Writes the choice to `selected` [K], ascending, and its scores to `best` if given.
     """
-    some: tl.constexpr = min(BLOCK_N, 4096)
+    some: tl.constexpr = min(BLOCK_N, 4096)  # numbered without spilling registers
     which, need = 0, k  # the mark whose entries compete, and the number of places
     if FIRST:
         count = _mark(row, marks, resident, low, high, K, FIRST, ONE, BLOCK_K, BLOCK_N)

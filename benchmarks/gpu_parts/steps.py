@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from gpu_parts.clock import Work, freed, in_turn, milliseconds
 from gpu_parts.frame import Found, NotHere, Row, Rows
 from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
-from kvcli.bench.phases import parts_of, products_of, traced
+from kvcli.bench.phases import Kernel, parts_of, phases_of, products_of, traced
 from kvcli.capacity.roofline import PHASES, step_work
 from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.methods.freekv import FreeKV
@@ -315,6 +316,52 @@ def phases(setting: Setting, found: Found) -> Iterator[Rows]:
             kernels = statistics.median(len(replay) for replay in replays)
             rows.append({"phase": "step", "exposed_ms": whole, "hidden_ms": 0.0, "kernels": kernels})
             yield [phase_shown({"case": case.name, "context": context, **row}) for row in rows]
+
+
+TRACED = "streaming", "full", "quest", "shadowkv", "fier", "arkvale", "twilight", "loki", "infinigen", "tokenselect"
+LAYER = 12  # in the middle, counted from 0
+
+
+def layers(setting: Setting, found: Found) -> Iterator[Rows]:
+    """Trace a captured step at the middle context: a row for each method, with the kernels of one layer in order."""
+    if setting.device.type != "cuda":
+        raise NotHere("there are no kernels to trace on a CPU")
+    context = setting.middle
+    cases = [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)]
+    cases += [StepCase(name, name, context) for name in TRACED]
+    with workshop(setting, setting.shape, [context]) as place:
+        products = products_of(place.engine.model.module)
+        for case in cases:
+            if found.has(case.name):
+                continue
+            one = Running(case, place)
+            for _ in range(REPLAYS):
+                one.work()
+            times = in_turn({case.name: (one.work, setting.calls)}, FEW, setting.device, setting.deadline)
+            with traced() as replays:
+                one.work()
+            row = {"case": case.name, "context": context, "step_ms": milliseconds(times[case.name])}
+            yield [row | {"kernels": len(replays[0]), "layer": one_layer(replays[0], phases_of(replays[0], products))}]
+            one.stepper.finish()
+            del one
+            freed(setting.device)
+
+
+def one_layer(step: Sequence[Kernel], phases: Sequence[str]) -> Rows:
+    """Give the kernels from a layer's first product of attention to the next layer's, with microseconds from there."""
+    products = [(at, phase) for at, phase in enumerate(phases) if phase in ("projections", "mlp")]
+    starts = [at for (_, before), (at, phase) in pairwise(products) if (before, phase) == ("mlp", "projections")]
+    begin, end = starts[LAYER - 1 : LAYER + 1]  # the first layer has none before it
+    streams: dict[int, int] = {}
+    return [
+        {
+            "kernel": each.name.removeprefix("void ").split("<")[0].split("(")[0],
+            "stream": streams.setdefault(each.stream, len(streams)),
+            "start_us": round(each.start - step[begin].start, 2),
+            "us": round(each.end - each.start, 2),
+        }
+        for each in step[begin:end]
+    ]
 
 
 def phase_shown(row: Row) -> Row:

@@ -39,6 +39,7 @@ from gpu_parts.frame import Ended, Found, NotHere, in_processes  # noqa: E402
 from gpu_parts.made_up import SharedHost  # noqa: E402
 from gpu_parts.setting import smoke  # noqa: E402
 
+from kvcli.bench.phases import Kernel  # noqa: E402
 from kvcli.inputs.profiles import resolve_profile  # noqa: E402
 from kvcli.memory.pinned import PinnedAllocator  # noqa: E402
 from kvcli.methods import get_method, method_names  # noqa: E402
@@ -593,6 +594,18 @@ def test_a_file_is_whole_at_any_time(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         common.write(path, {"parts": 2}, {})
     assert json.loads(path.read_text())["parts"] == 1
+
+
+def test_a_traced_layer_lasts_from_its_first_product_to_the_next_layers():
+    names = ["qkv", "rotate", "attend", "out", "add_norm", "gate_up", "silu", "down", "norm"]
+    of_names = dict.fromkeys(names, "mlp") | dict.fromkeys(["qkv", "rotate", "out"], "projections")
+    of_names["attend"] = "attention"
+    step = [Kernel(f"void {name}<1>(x)", 7, 10.0 * at, 10.0 * at + 4) for at, name in enumerate(names * 14)]
+    phases = [of_names[name] for name in names * 14]
+    found = steps.one_layer(step, phases)
+    assert [row["kernel"] for row in found] == names
+    assert [row["start_us"] for row in found] == [10.0 * at for at in range(len(names))]
+    assert {(row["stream"], row["us"]) for row in found} == {(0, 4.0)}
 
 
 def test_the_first_call_on_a_machine_without_an_index(tmp_path):
