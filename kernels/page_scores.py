@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import (
+    ALL_REGISTERS,
     jit,
     last_to_arrive,
     launch,
@@ -360,6 +361,7 @@ def score_pages(
         BLOCK_B=power_of_two(left.blocks),
         PICK_N=power_of_two(num_pages),
         warps=warps,
+        registers=ALL_REGISTERS if d > 128 else None,
     )
     if not finishes:
         left.pool(lengths, layout, heads)
