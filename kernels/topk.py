@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.kernels._llvm import LOT, first_one, ones, without_first
+from kvcli.kernels._llvm import LOT, first_one, without_first
 from kvcli.kernels._numba import compiled, inlined, prange, run, serves
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 from kvcli.kernels.page_table import (
@@ -223,6 +223,7 @@ def pick(
 
 
 AT_ONCE = 11  # bits found on one set of keys, before it is narrowed
+PORTION = 192  # keys counted at once: a byte holds their number, and registers of any width divide them
 
 KEY = 64  # numbers that a score is computed from, about
 LOOKS = 4  # cost of selecting from a score, in numbers read
@@ -249,6 +250,24 @@ def above(keys: Any, j: int, bound: int) -> Any:
 
 
 @inlined
+def _reaching(keys: Any, bound: int) -> int:
+    """Count the keys that are not below a bound.
+
+    Counters of the keys' own width let a register compare and count as many keys as it holds.
+    """
+    own, total = keys.dtype.type, 0
+    least, whole = own(bound), len(keys) - len(keys) % PORTION
+    for j in range(0, whole, PORTION):
+        count = own(0)
+        for i in range(PORTION):
+            count = own(count + own(keys[np.uint64(j + i)] >= least))
+        total += count
+    for j in range(whole, len(keys)):
+        total += keys[np.uint64(j)] >= least
+    return total
+
+
+@inlined
 def kth_best(keys: Any, bits: int, wanted: int) -> tuple[int, int]:
     """Find the `wanted`-th best of keys with `bits` bits by bisection, and how many equal to it are among the best."""
     best = 0
@@ -256,9 +275,8 @@ def kth_best(keys: Any, bits: int, wanted: int) -> tuple[int, int]:
         rest, better = max(0, bits - AT_ONCE), 0
         while bits > rest:
             bits -= 1
-            bound, count = best | 1 << bits, 0
-            for j in range(0, len(keys), LOT):
-                count += ones(at_least(keys, j, bound))
+            bound = best | 1 << bits
+            count = _reaching(keys, bound)
             if count >= wanted:
                 best = bound
             else:

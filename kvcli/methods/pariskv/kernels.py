@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kvcli.kernels._llvm import LEVELS, LOT, PATTERNS, add_looked_up, multiply_levels, permutes, prefetch
 from kvcli.kernels._numba import compiled, flat, in_order, inlined, prange, run, run_alone, serial, serves
-from kvcli.kernels.topk import places_of, topk_pages
+from kvcli.kernels.topk import kth_best, places_of, topk_pages
 
 PIECE = 1024  # keys per thread at once
 CHOSEN = 256  # chosen keys per thread at once
@@ -144,15 +144,10 @@ def _voting(blocks: int, wide: bool) -> Any:
 
 
 @compiled
-def _most(votes_cpu: Any, head: int, n: int, highest: int, out: Any) -> None:
+def _most(votes_cpu: Any, head: int, n: int, bits: int, out: Any) -> None:
     for h in prange(len(out)):
-        own, counts = votes_cpu[h * head : h * head + n], np.zeros((4, highest + 1), np.int64)
-        for j in range(n):  # equal votes follow each other: four counters do not wait for one another
-            counts[np.uint64(j & 3), np.uint64(own[np.uint64(j)])] += 1
-        least, wanted = highest, out.shape[1]
-        while wanted > counts[:, least].sum():
-            wanted -= counts[:, least].sum()
-            least -= 1
+        own = votes_cpu[h * head : h * head + n]
+        least, wanted = kth_best(own, bits, out.shape[1])
         places_of(own, least, wanted, out[h])
 
 
@@ -278,7 +273,8 @@ def votes_cpu(signs: Tensor, worth_cpu: Tensor, highest: int) -> Tensor:
 def most_votes_cpu(votes_cpu: Tensor, count: int, highest: int) -> Tensor:
     """Choose the keys with the most votes: whole numbers up to `highest`, which is small."""
     out = torch.empty(len(votes_cpu), count, dtype=torch.int64)
-    run(_most, votes_cpu.numel(), flat(votes_cpu), votes_cpu.stride(0), votes_cpu.shape[1], highest, out)
+    bits = highest.bit_length()
+    run(_most, votes_cpu.numel(), flat(votes_cpu), votes_cpu.stride(0), votes_cpu.shape[1], bits, out)
     return out
 
 
