@@ -68,9 +68,10 @@ _ROWS = 32  # rows of a weight per thread at once
 
 
 class PackedWeight(Tensor):
-    """A weight [out, in] stored as `packed` bytes [out, nbytes of a row]; to torch, a floating-point tensor.
+    """A weight [.., out, in] stored as `packed` bytes [.., out, nbytes of a row]; to torch, a floating-point tensor.
 
-    Linear layers and embeddings use it packed. Any other function gets it unpacked.
+    Linear layers and embeddings use it packed, and so does who takes one matrix of several (those of experts). Any
+    other function gets it unpacked.
     """
 
     packed: Tensor
@@ -79,8 +80,7 @@ class PackedWeight(Tensor):
     @staticmethod
     def __new__(cls, packed: Tensor, packing: Packing, dtype: torch.dtype) -> PackedWeight:
         """Wrap bytes without a copy."""
-        rows, size = packed.shape
-        shape = rows, size // packing.nbytes * packing.size
+        shape = *packed.shape[:-1], packed.shape[-1] // packing.nbytes * packing.size
         made: Any = Tensor._make_wrapper_subclass
         weight: PackedWeight = made(cls, shape, dtype=dtype, device=packed.device, requires_grad=False)
         weight.packed, weight.packing = packed, packing
@@ -122,6 +122,8 @@ class PackedWeight(Tensor):
             return packed_linear(*args, **kwargs)
         if function is functional.embedding and isinstance(args[1], PackedWeight):
             return packed_embedding(args[0], args[1])
+        if function is Tensor.__getitem__ and args[0].dim() == 3 and _is_place(args[1]):
+            return PackedWeight(args[0].packed[int(args[1])], args[0].packing, args[0].dtype)
         with torch._C.DisableTorchFunctionSubclass():  # otherwise results would be of this class
             return function(*args, **kwargs)
 
@@ -138,6 +140,11 @@ class PackedWeight(Tensor):
         plain: Any = torch.utils._pytree.tree_map_only
         args, kwargs = plain(PackedWeight, PackedWeight.unpack, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def _is_place(index: Any) -> bool:
+    """Tell whether an index names one matrix of several."""
+    return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and index.dtype == torch.int64)
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:

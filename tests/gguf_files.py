@@ -33,12 +33,21 @@ OF_TYPE = {
     "llama": {"head_dim": 64, "rope_theta": 50000.0, "tie_word_embeddings": True},
     "qwen2": {"rope_theta": 1e6, "tie_word_embeddings": False},
     "qwen3": {"head_dim": 32, "rope_theta": 1e6, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 256,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
     "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "gemma3_text": {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "phi3": {"tie_word_embeddings": False, "sliding_window": None},
     "starcoder2": {"rope_theta": 1e5, "use_bias": True, "tie_word_embeddings": True, "sliding_window": None},
 }
-ARCHITECTURES = {"gemma3_text": "gemma3"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 
 
 def tiny(model_type, **changed):
@@ -82,6 +91,10 @@ def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, wit
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, value in (metadata or {}).items():
         {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
     write_tokenizer(writer, **spelling)
@@ -89,6 +102,9 @@ def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, wit
         writer.add_tensor(name, np.asarray(values, np.float32))
     tied = config.tie_word_embeddings
     for name, weight in model.named_parameters():
+        if ".experts." in name:
+            write_experts(writer, name, weight, kind, kinds or {})
+            continue
         stem, _, suffix = name.rpartition(".")
         named = f"{names.get_name(stem)}.{suffix}"
         if named in without or (tied and name == "lm_head.weight"):
@@ -117,6 +133,18 @@ def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, wit
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_experts(writer, name, weight, kind, kinds):
+    """Write what a layer has of all its experts; gate and up are two tensors."""
+    layer, half = name.split(".")[2], weight.shape[1] // 2
+    parts = {"down": weight} if "down" in name else {"gate": weight[:, :half], "up": weight[:, half:]}
+    for part, values in parts.items():
+        named = f"blk.{layer}.ffn_{part}_exps.weight"
+        of = GGMLQuantizationType[next((each for piece, each in kinds.items() if piece in named), kind)]
+        packed = quants.quantize(values.detach().numpy().copy(), of)
+        writer.add_tensor(named, packed, raw_dtype=of)
+        values.data.copy_(torch.from_numpy(quants.dequantize(packed, of)))
 
 
 def write_tokenizer(writer, template=TEMPLATE, pre="smollm", tokenizer="gpt2"):

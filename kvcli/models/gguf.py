@@ -48,13 +48,17 @@ _DIMENSIONS = 4  # of a tensor, at most
 
 
 class PackedTensor(NamedTuple):
-    """A tensor in a file: its shape in torch's order, the name of its type, and the place of its bytes."""
+    """A tensor in a file: its shape in torch's order, the name of its type, and the place of its bytes.
+
+    With `then`, which has a place of its own, each matrix has first its rows here and then those there.
+    """
 
     file: Path
     shape: tuple[int, ...]
     kind: str
     offset: int
     nbytes: int
+    then: PackedTensor | None = None
 
 
 class Header(NamedTuple):
@@ -228,12 +232,16 @@ _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "phi3": "phi3",
     "starcoder2": "starcoder2",
 }
 """llama.cpp's names of architectures, with transformers' model types."""
+
+_WITH_EXPERTS = ("qwen3moe",)
+"""Architectures whose layers have experts, which are one tensor for a layer."""
 
 _SCALED_BY_HIDDEN_SIZE = {("gemma2", 46), ("gemma3", 62)}
 """Gemma models of 27 billion weights, by their layers: only their queries are not scaled by the head's size."""
@@ -263,7 +271,7 @@ def config_of(path: Path) -> PreTrainedConfig:
         held = f"{path} holds a model of architecture {header.architecture[:40]!r}"
         what = f"{held}, which kvcli does not read from GGUF files"
         raise usage_error(what, f"known: {', '.join(_MODEL_TYPES)}; use safetensors files for others")
-    if header.of_model("expert_count"):
+    if header.of_model("expert_count") and header.architecture not in _WITH_EXPERTS:
         number = _shown(str(header.of_model("expert_count")))
         raise usage_error(
             f"{path} holds a model with {number} experts, which kvcli does not read from GGUF files", _OTHER_FILES
@@ -282,7 +290,7 @@ def config_of(path: Path) -> PreTrainedConfig:
         "tensors": {
             name: tensor.kind
             for name, tensor in named.items()
-            if len(tensor.shape) == 2 and tensor.kind != "F32" and name.endswith(".weight")
+            if tensor.kind != "F32" and ((len(tensor.shape) == 2 and name.endswith(".weight")) or _of_experts(name))
         },
     }
     return config
@@ -292,7 +300,7 @@ def _config_values(header: Header) -> dict[str, Any]:
     """Return the values that a config is made from."""
     architecture = header.architecture
     mapping: Any = GGUF_CONFIG_MAPPING
-    names = {"rope.freq_base": "rope_theta"} | mapping[architecture]
+    names = {"rope.freq_base": "rope_theta"} | (mapping.get(architecture) or mapping[_MODEL_TYPES[architecture]])
     values = {name: header.of_model(key) for key, name in names.items() if name and header.of_model(key) is not None}
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -311,8 +319,10 @@ def _config_values(header: Header) -> dict[str, Any]:
         raise KvcliError(f"{header.files[0]} says {architecture}.block_count {header.of_model('block_count')}", _AGAIN)
     layers, heads = header.of_model("block_count"), header.of_model("attention.head_count")
     head = header.of_model("attention.key_length", header.of_model("embedding_length") // heads)
-    if architecture in ("llama", "qwen3", "gemma2", "gemma3"):
+    if architecture in ("llama", "qwen3", "qwen3moe", "gemma2", "gemma3"):
         values["head_dim"] = head
+    if architecture == "qwen3moe":
+        values |= {"moe_intermediate_size": header.of_model("expert_feed_forward_length"), "norm_topk_prob": True}
     if architecture in ("gemma2", "gemma3"):
         wide = (architecture, layers) in _SCALED_BY_HIDDEN_SIZE
         values["query_pre_attn_scalar"] = header.of_model("embedding_length") // heads if wide else head
@@ -541,8 +551,12 @@ _LEAVES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
 """The parts of a layer, by llama.cpp's names, with transformers'."""
+
+_OF_EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn_down_exps": "down_proj"}
+"""The tensors of a layer's experts, each [experts, out, in]; transformers has the rows of gate and up in one."""
 
 _OF_GEMMA: dict[str, str] = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -565,14 +579,38 @@ def _name(header: Header, name: str) -> str:
     if stem in _BESIDE_LAYERS:
         return f"{_BESIDE_LAYERS[stem]}.{suffix}"
     if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
+        if found[2] in _OF_EXPERTS and header.architecture in _WITH_EXPERTS:
+            return f"model.layers.{found[1]}.mlp.experts.{_OF_EXPERTS[found[2]]}"
         leaf = (_LEAVES | _OTHERWISE.get(header.architecture, {})).get(found[2])
         return name if leaf is None else f"model.layers.{found[1]}.{leaf}.{suffix}"
     return name
 
 
 def _named(header: Header) -> dict[str, PackedTensor]:
-    """Return the tensors of a model by transformers' names."""
-    return {_name(header, name): tensor for name, tensor in header.tensors.items() if name not in _NO_WEIGHTS}
+    """Return the tensors of a model by transformers' names.
+
+    Raises:
+        KvcliError: gate and up of experts differ in shape or, as one packed weight cannot, in how they are packed.
+    """
+    found: dict[str, PackedTensor] = {}
+    for name, tensor in sorted(header.tensors.items()):  # gate comes before up
+        if name in _NO_WEIGHTS:
+            continue
+        own = _name(header, name)
+        gate = found.get(own)
+        if gate is not None:
+            if (gate.shape, gate.kind) != (tensor.shape, tensor.kind) or len(gate.shape) != 3 or gate.then is not None:
+                what = f"{tensor.file}: {_shown(name)} is {list(tensor.shape)} of {tensor.kind}"
+                raise KvcliError(f"{what}, and its gate {list(gate.shape)} of {gate.kind}", _OTHER_FILES)
+            count, rows, columns = gate.shape
+            tensor = gate._replace(shape=(count, 2 * rows, columns), nbytes=2 * gate.nbytes, then=tensor)
+        found[own] = tensor
+    return found
+
+
+def _of_experts(name: str) -> bool:
+    """Tell whether a name is that of a weight of experts."""
+    return ".experts." in name
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -609,6 +647,8 @@ def load_gguf(
             what = f"{path}: {name} is {list(named[name].shape)}, not {list(shape)} as the header says"
             raise KvcliError(what, _AGAIN)
     model = empty_model(config, dtype)
+    if header.architecture in _WITH_EXPERTS:
+        model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are unpacked
     packings = {name: form.packing(name, dtype) for name in wanted}
     room = iter(room_for([named[name].nbytes for name, packing in packings.items() if packing is not None], device))
     for name, packing in packings.items():
@@ -626,7 +666,7 @@ def _weight(
     header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype, room: Tensor | None
 ) -> Tensor:
     """Read a weight, packed (into `room`) or in a dtype, and undo the changes of llama.cpp's converter."""
-    weight = _plain(tensor) if packing is None else _bytes(tensor, room).view(tensor.shape[0], -1)
+    weight = _plain(tensor) if packing is None else _bytes(tensor, room).view(*tensor.shape[:-1], -1)
     if header.architecture == "llama" and ".self_attn." in name:
         heads = header.of_model("attention.head_count")
         if ".k_proj." in name:
@@ -660,11 +700,16 @@ def _halves_apart(rows: Tensor, heads: int) -> Tensor:
 
 def _bytes(tensor: PackedTensor, room: Tensor | None = None) -> Tensor:
     held = torch.empty(tensor.nbytes, dtype=torch.uint8) if room is None else room
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset)
-        target: Any = held.numpy()
-        if file.readinto(target) < tensor.nbytes:
-            raise KvcliError(f"{tensor.file} is cut off", _AGAIN)
+    if tensor.then is None:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            target: Any = held.numpy()
+            if file.readinto(target) < tensor.nbytes:
+                raise KvcliError(f"{tensor.file} is cut off", _AGAIN)
+        return held
+    first = tensor._replace(nbytes=tensor.nbytes // 2, then=None)
+    for place, part in enumerate((first, tensor.then)):
+        held.view(tensor.shape[0], 2, -1)[:, place] = _bytes(part).view(tensor.shape[0], -1)
     return held
 
 

@@ -244,7 +244,8 @@ class PackedForm(WeightForm):
         """Make the form of these tensors, named after the format that most of them have."""
         most = Counter(tensors.values()).most_common(1)
         name = f"GGUF {most[0][0]}" if most else "GGUF"
-        return cls(name, True, bits=8, widened=widened, captured=True, tensors=tensors)
+        chosen = any(".experts." in each for each in tensors)  # which a step has to ask for, on the host
+        return cls(name, True, bits=8, widened=widened, captured=not chosen, tensors=tensors)
 
     def packing(self, name: str, dtype: torch.dtype) -> Packing | None:
         """Return how a weight is held in a model that computes in `dtype`; None: in that dtype."""
@@ -262,10 +263,10 @@ class PackedForm(WeightForm):
     def held(self, model: PreTrainedModel) -> dict[str, int]:
         found = ((name, weight, self.packing(name, weight.dtype)) for name, weight in model.named_parameters())
         return {
-            name: len(weight) * how.row_bytes(weight.shape[1])
+            name: weight.shape[:-1].numel() * how.row_bytes(weight.shape[-1])
             for name, weight, how in found
             if how is not None
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding)
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding) or weight.dim() == 3
         }
 
     @override

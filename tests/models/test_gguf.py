@@ -44,7 +44,9 @@ def same(path, model, **spec):
     return loaded
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "starcoder2"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "starcoder2"]
+)
 def test_a_file_is_the_model_that_it_was_made_of(model_type, tmp_path):
     model = tiny(model_type)
     if model_type == "gemma2":
@@ -405,7 +407,39 @@ def test_a_tensor_that_is_missing_strange_or_of_another_shape_is_refused(tmp_pat
         load_model(ModelSpec(str(path), **CPU))
 
 
-def test_experts_are_refused(tmp_path):
+def test_experts_stay_packed_and_a_step_multiplies_by_those_chosen(warm, document, tmp_path):
+    model = tiny("qwen3_moe")
+    path = write(tmp_path / "model.gguf", model, "Q8_0", {"down_exps": "Q5_1", "gate_inp": "F32"})
+    loaded = load_model(ModelSpec(str(path), **CPU))
+    ids_of = torch.randint(0, VOCAB, (1, 5), generator=torch.Generator().manual_seed(1))
+    for rows in (1, 5):
+        with torch.no_grad():
+            found, wanted = (each(ids_of[:, :rows], use_cache=False).logits for each in (loaded.module, model))
+        assert ((found - wanted).norm() / wanted.norm()).item() < 2e-6
+    experts = loaded.module.model.layers[0].mlp.experts
+    for weight, packing, shape in (
+        (experts.gate_up_proj, "Q8_0", (6, 512, 256)),
+        (experts.down_proj, "Q5_1", (6, 256, 256)),
+    ):
+        assert isinstance(weight, PackedWeight)
+        assert (weight.packing.name, tuple(weight.shape)) == (packing, shape)
+    held = loaded.geometry.parts
+    assert held.experts == sum(
+        weight.packed.nbytes for layer in loaded.module.model.layers for weight in layer.mlp.experts.parameters()
+    )
+    model.save_pretrained(tmp_path / "wide")
+    tokenizer_of(path).save_pretrained(tmp_path / "wide")
+    given = (document, "-p", "What?", "--method", "freekv", *asked())
+    assert ids(warm("generate", "-m", path, *given)) == ids(warm("generate", "-m", tmp_path / "wide", *given))
+
+
+def test_experts_whose_gate_and_up_are_packed_differently_are_refused(tmp_path):
+    path = write(tmp_path / "model.gguf", tiny("qwen3_moe"), "Q8_0", {"up_exps": "Q5_1"})
+    with pytest.raises(KvcliError, match=r"ffn_up_exps.weight is \[6, 256, 256\] of Q5_1, and its gate .* of Q8_0"):
+        config_of(path)
+
+
+def test_experts_of_other_architectures_are_refused(tmp_path):
     path = write(tmp_path / "model.gguf", tiny("llama"), metadata={"llama.expert_count": 8})
     with pytest.raises(KvcliError, match="8 experts"):
         config_of(path)
