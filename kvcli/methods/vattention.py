@@ -56,7 +56,7 @@ class VAttentionConfig(HostKVConfig, TokenConfig):
     draw: Literal["weighted", "uniform"] = setting(
         "weighted", "chances of tokens: weighted by their estimated attention, or uniform beside the best"
     )
-    even: float = setting(0.1, "part of the weighted chances that is the same for all tokens", gt=0, le=1)
+    even: float = setting(0.03, "part of the weighted chances that is the same for all tokens", gt=0, le=1)
     heavy: float = setting(0.5, "part of the places that the best tokens take where the draw is uniform", ge=0, lt=1)
     delta: float = setting(0.05, "probability that an error exceeds its bound", gt=0, lt=1)
     seed: int = setting(0, "what samples are drawn by, and the signs of the transform of the keys", ge=0)
@@ -104,7 +104,7 @@ class VAttention(Method[VAttentionConfig, SampledCache]):
     budget_is_bound = True  # all of it is read, but drawn tokens stand for several ones
     ablation: ClassVar[dict[str, dict[str, Any]]] = {
         "uniform": {"draw": "uniform"},
-        "nothing even": {"even": 1e-3},
+        "a tenth even": {"even": 0.1},
         "half even": {"even": 0.5},
     }
 
