@@ -29,7 +29,7 @@ PER_BYTE = 4
 """Channels whose codes share a byte."""
 
 AT_ONCE = 1024
-"""Tokens scored at once by a thread, or by torch on a CPU, which holds their keys in fp32; a GPU takes 16 times them."""
+"""Tokens scored at once by a thread, or by torch on a CPU, which holds their keys in fp32; on a GPU 16 times more."""
 
 
 @lru_cache(maxsize=1)
