@@ -148,7 +148,19 @@ def test_only_long_prompts_on_a_gpu_are_streamed():
 
 
 LONG = [3 + 7 * at % 90 for at in range(127)]
-WAITING = {"arkvale", "fier", "freekv", "infinigen", "magicpig", "offload", "pariskv", "retroinfer", "shadowkv"}
+WAITING = {
+    "arkvale",
+    "fier",
+    "freekv",
+    "infinigen",
+    "magicpig",
+    "offload",
+    "pariskv",
+    "retroinfer",
+    "shadowkv",
+    "vattention",
+    "yakv",
+}
 
 
 # razor and duoattention try a model's heads, for which this one has no tokenizer.

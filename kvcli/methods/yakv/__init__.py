@@ -1,0 +1,1 @@
+"""YAKV: the method, with what only it and methods on top of its index use."""
