@@ -31,15 +31,14 @@ from transformers.cache_utils import (
 
 from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.auto import angles_at, rotary_of
-from kvcli.models.auto import decoder_of as decoder_of
+from kvcli.models.auto import angles_at, decoder_of, layers_of, rotary_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
 
 # The cache given to a module of transformers for its state alone, of a convolution or of a recurrence.
 
-CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""Names of the cache argument in modules of transformers: `cache` from 5.24 on."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "layer_past")
+"""Names of the cache argument in modules of transformers: `cache` from 5.24 on, and `layer_past` in old families."""
 
 
 def cache_argument(module: nn.Module) -> str:
@@ -318,10 +317,20 @@ def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
     return KvcliError(f"model type {config.model_type!r} is not supported: {reason}", _SUPPORTED_HINT, ExitCode.USAGE)
 
 
+class _Attended(NamedTuple):
+    """What a module passes to attention: [1, H, 1, d], [1, Hk, 1, d] and [1, Hk, 1, d]."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class LayerFinder:
     """Finds the layers of a model on the meta device: `layers`, `states`, and `decoder`, their places.
 
-    `learned_positions` tells whether the model has an embedding of every position instead of rotary ones.
+    `ends` tells whether the model has a table of its positions, learned or not, and none beyond it. `reshapes` tells
+    whether its decoder gives what leaves the layers the shape of what enters them, so that all tokens have to leave.
 
     Raises:
         KvcliError: the model cannot be run; the message gives the reason (usage).
@@ -334,7 +343,8 @@ class LayerFinder:
         self.decoder: list[DecoderLayer] = []
         self._selected: Tensor | None = None  # [1, 1, k] tokens or [1, Hk, 1, k] blocks, of the last layer that selects
         self._selects = False  # whether the layer examined did
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # queries, keys and values of every attention
+        self._seen: list[_Attended] = []  # every attention
+        self._keeping: set[nn.Module] = set()  # modules that keep a state
         self._keys: list[Tensor] = []  # of each layer that keeps KV, by which later ones that read it are recognised
         self._passed: dict[Any, Any] = {}  # what layers pass on to later ones
         self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
@@ -349,7 +359,7 @@ class LayerFinder:
         model.set_attn_implementation(_PROBE)
         names = {module: name for name, module in model.named_modules()}
         with exporting(), compressed(model.modules()):  # kernels of other packages know no meta device
-            for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
+            for place, layer in enumerate(layers_of(model)):
                 self._read: int | None = None  # the layer whose KV this one reads
                 indexed = place < len(self._kv) and _has_index(self._kv[place])
                 found = [self._examine(place, module) for module in _with_cache(layer, indexed)]
@@ -358,9 +368,9 @@ class LayerFinder:
                     raise refusal(model.config, "several modules of a decoder layer keep a state, or read another's KV")
                 reader = None if self._read is None else Reader(attention.pop(), self._read)
                 self.decoder.append(DecoderLayer(tuple(attention), next(iter(state), None), reader))
-        tables = [each for each in decoder_of(model).children() if isinstance(each, nn.Embedding)]
-        beside = any(each is not model.get_input_embeddings() for each in tables)
-        self.learned_positions: bool = rotary is None and beside  # what else than tokens is embedded is where they are
+        self.ends, self.reshapes = (
+            self._around(layers_of(model)) if self._rotary is None else (self._rotary_ends(), False)
+        )
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
@@ -373,9 +383,49 @@ class LayerFinder:
         if not self.layers and self.states:
             reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
-        if not self.layers or (rotary is None and not self.states and not self.learned_positions):
-            reason = "its decoder is not a stack of layers with rotary or learned positions"
+        if not self.layers or (rotary is None and not self.states and not self.ends):
+            reason = "its decoder is not a stack of layers with rotary positions or a table of positions"
             raise refusal(self.model.config, reason)
+        decoder, layers = decoder_of(self.model), layers_of(self.model)
+        inside = {*layers.modules(), *([] if getattr(decoder, "layers", None) is not layers else decoder.modules())}
+        if any(hasattr(each, "layer_idx") and each not in inside for each in decoder.modules()):
+            raise refusal(self.model.config, "its decoder has several stacks of layers")
+
+    def _around(self, layers: nn.ModuleList) -> tuple[bool, bool]:
+        """Run the model without its layers on two tokens, one of which leaves them: return `ends` and `reshapes`."""
+        embedding: Any = self.model.get_input_embeddings()
+        hidden = torch.empty(1, 2, embedding.embedding_dim, dtype=self.model.dtype, device="meta")
+        positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        entered = False
+
+        def leave(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            nonlocal entered
+            entered = True
+            return hidden_states[:, -1:]
+
+        with UseOf([positions]) as use:
+            for layer in layers:
+                layer.forward = leave
+            try:
+                self.model(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+            except Exception:  # an output of another shape
+                return entered and use.found, True
+            finally:
+                for layer in layers:
+                    del layer.forward  # back to the method of the class
+        return use.found, False
+
+    def _rotary_ends(self) -> bool:
+        """Tell whether the rotary module looks positions up in a table, and has none after the last (GPT-J)."""
+        rotary, after = self._rotary, getattr(self.text, "max_position_embeddings", None)
+        assert rotary is not None
+        if after is None or isinstance(getattr(rotary, "rope_type", None), dict):
+            return False
+        try:
+            angles_at(rotary, torch.empty(1, 1, 1), torch.tensor([after]), None)
+        except IndexError:
+            return True
+        return False
 
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Run a module for a token, and record whether it attends and whether it keeps a state."""
@@ -390,11 +440,15 @@ class LayerFinder:
         rope = self._run(place, module, 1, state, tree_leaves)
         if len(self._seen) > before + 1:
             raise refusal(self.model.config, f"{type(module).__name__} attends several times")
-        attends, tensors = len(self._seen) > before, state.tensors()
+        within = not self._keeping.isdisjoint(module.modules())
+        attends, tensors = len(self._seen) > before, {} if within else state.tensors()
+        if attends and self._seen[-1].module is not module:  # one within it does (DBRX)
+            self._seen.pop()
+            return None, None
         if attends:
             layer = self._attends(place, module, rope)
             if layer is not None:
-                key = self._seen[-1][1]
+                key = self._seen[-1].key
                 if self._selects and self._selected is not None:
                     few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
                     block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
@@ -412,7 +466,7 @@ class LayerFinder:
             self._keeps(module, *found)
             if not attends:
                 self._alike[form] = found
-        if not attends and not tensors:
+        if not attends and not tensors and not within:
             raise refusal(self.model.config, f"{type(module).__name__} does not use transformers' attention interface")
         return (module if attends else None, module if tensors else None)
 
@@ -420,7 +474,7 @@ class LayerFinder:
         """Describe a layer that keeps KV; None for one that reads an earlier layer's: its keys are the very same."""
         if not getattr(module, "is_causal", True):
             raise refusal(self.model.config, "its attention is bidirectional")
-        query, key, value = self._seen[-1]  # [1, H, 1, d], [1, Hk, 1, d], [1, Hk, 1, d]
+        _, query, key, value = self._seen[-1]
         self._read = next((layer for layer, known in enumerate(self._keys) if known is key), None)
         if self._read is not None:
             read = self.layers[self._read]
@@ -443,6 +497,7 @@ class LayerFinder:
     def _keeps(
         self, module: nn.Module, tensors: dict[str, Tensor], resumes: bool, temporaries: Callable[[int], int]
     ) -> None:
+        self._keeping.add(module)
         parts = tuple(StateTensor(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
         self.states.append(StateGeometry(len(self.states), _number(module), parts, resumes, temporaries))
 
@@ -491,8 +546,9 @@ class LayerFinder:
             if place < len(self._kv) and _has_index(self._kv[place]):
                 given["attention_mask"] = torch.ones(1, 1, tokens, _MANY, dtype=torch.bool, device="meta")
                 given["prev_topk_indices"] = self._selected
+            given |= dict.fromkeys(("hidden_states", "q", "k", "v"), hidden)  # CTRL's takes them three times
             with UseOf(watched(angles)) as use:
-                module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
+                module(**{name: value for name, value in given.items() if name in taken})
         except Exception as error:
             indexed = place < len(self._kv) and _has_index(self._kv[place])
             form = "selects by an index that is not served yet" if indexed else "has an unknown form"
@@ -509,7 +565,7 @@ class LayerFinder:
         unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
         if attention_mask is not None or unknown:
             raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
-        self._seen.append((query, key, value))
+        self._seen.append(_Attended(module, query, key, value))
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         latent = Latent.of(module)
         return out if latent is None else latent.value(out), None
@@ -531,14 +587,23 @@ def _kind_of(text: PreTrainedConfig, place: int) -> str | None:
 
 
 def _with_cache(layer: nn.Module, indexed: bool) -> Iterator[nn.Module]:
-    """Yield the modules of a decoder layer that attend or keep a state, by their arguments; no index within them."""
-    inside = {layer}
-    for module in layer.modules():
-        if module not in inside and hasattr(module, "layer_idx"):
-            taken = _parameters(module)
-            if {"attention_mask", "position_embeddings"} <= taken or not taken.isdisjoint(CACHE_ARGUMENTS):
-                yield module
-                inside |= {*module.modules()} if indexed else set()
+    """Yield the modules of a decoder layer that may attend or keep a state, inner ones first; no index within them."""
+    found = [module for module in _inside_out(layer) if module is not layer and _takes_cache(module)]
+    for module in found:
+        if not indexed or not any(module in {*other.modules()} for other in found if other is not module):
+            yield module
+
+
+def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _inside_out(child)
+    yield module
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    """Tell by its arguments whether a module attends or keeps a state."""
+    taken = _parameters(module) if hasattr(module, "layer_idx") else set[str]()
+    return {"attention_mask", "position_embeddings"} <= taken or not taken.isdisjoint(CACHE_ARGUMENTS)
 
 
 def _number(module: nn.Module) -> int:

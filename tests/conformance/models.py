@@ -238,6 +238,21 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         **_FEW_EXPERTS,
     ),
+    "gpt2": lambda: config_of("GPT2Config"),  # layers under another name, whose output takes the shape of the input
+    "gptj": lambda: config_of("GPTJConfig", rotary_dim=8),  # sines before cosines, tokens before heads
+    "ctrl": lambda: config_of("CTRLConfig"),
+    "dbrx": lambda: config_of(  # a module around the attention has its number, too
+        "DbrxConfig",
+        d_model=HIDDEN,
+        n_heads=HEADS,
+        n_layers=LAYERS,
+        attn_config={"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN},
+    ),
+    "modernbert": lambda: config_of(  # a head that is called decoder
+        "ModernBertDecoderConfig", sliding_window=WINDOW, layer_types=_alternating(_SLIDING, _FULL)
+    ),
+    "bert": lambda: config_of("BertConfig", is_decoder=True),  # layers within an encoder
     "gemma4": lambda: config_of("Gemma4TextConfig", global_head_dim=32, **_SHARED),
     "gemma3n": lambda: config_of(
         "Gemma3nTextConfig",
@@ -314,15 +329,16 @@ def tiny_config(family: str, layers: int = LAYERS) -> PreTrainedConfig:
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """Draw weights that keep activations near one, so that attention is not flat and logits differ."""
     generator = torch.Generator().manual_seed(seed)
+    tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-            if "embed" in name:
+            if weight in tables or ("embed" in name and weight.dim() > 1):
                 weight.copy_(noise)
             elif weight.dim() > 1:
                 gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
                 weight.copy_(noise * gain / weight.shape[-1] ** 0.5)
-            elif "norm" in name:  # ones or zeros would hide a mistake
+            elif any(part in name.lower() for part in ("norm", "ln_")):  # ones or zeros would hide a mistake
                 weight.add_(0.1 * noise + (1.0 if "q_norm" in name else 0.0))
             else:  # biases and attention sinks, which transformers may have drawn from the global random state
                 weight.copy_(noise if "sinks" in name else 0.1 * noise)
