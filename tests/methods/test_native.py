@@ -237,6 +237,15 @@ def test_a_chat_a_batch_and_a_plan_take_it_as_well(path, tmp_path):
     assert [each["profile"]["method"] for each in plan["plans"]] == ["full", "native"]
 
 
+def test_comparisons_take_it_as_well(path, warm):
+    load = ("--context", 100, "--output-len", 2, "--repeat", 1)
+    timed = json.loads(warm("profile", "-m", path, *load, "--json").stdout)
+    assert [case["label"] for case in timed["cases"]] == ["full", "native"]
+    task = ("--tasks", "niah_single", "--length", 500, "--limit", 1)
+    scored = json.loads(warm("eval", "-m", path, *task, "--json").stdout)
+    assert [variant["method"] for variant in scored["variants"]] == ["full", "native"]
+
+
 def test_kv_on_a_disk(path, tmp_path):
     disk = DiskOptions(tmp_path, host_memory=40_000)
     found = generate(ModelSpec(path, device="cpu"), request("native", disk=disk), Observer())
