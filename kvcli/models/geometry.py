@@ -177,7 +177,7 @@ def geometry_of(
             for name, module in model.named_modules()
             if form and isinstance(module, nn.Linear) and id(module.weight) not in quantised
         ),
-        streams=getattr(text, "hc_mult", None) or 1,
+        streams=getattr(text, "hc_mult", None) or getattr(text, "hc_count", None) or 1,
     )
 
 

@@ -198,9 +198,9 @@ def _attention(
     if module in hook.readers:
         return _as_made(hook.read(layer, query, softmax), value), None
     if hook.index is not None:
-        softmax = softmax._replace(selected=selected_of(given, hook.positions, hook.index.block))
-        if hook.index.keys is not None:
-            key, value = with_index(hook.index.keys, key, value, hook.geometry.layers[layer])
+        softmax = softmax._replace(selected=selected_of(given, attention_mask, hook.positions, hook.index.block))
+        if hook.index.new is not None:
+            key, value = with_index(hook.index.new, key, value, hook.geometry.layers[layer])
     query, latent = hook.tempered(layer, query), hook.latents[layer]
     if latent is not None:
         return latent.value(hook.attend(layer, latent.query(query), key, value, softmax)), None

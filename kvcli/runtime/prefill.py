@@ -425,6 +425,10 @@ class PrefillAttention:
         now = self.reading.get(layer) or self._begin(layer, keys)
         return [index_keys(now.kv[:, :, : now.done], self.layers[layer])]
 
+    def apart(self) -> Sequence[PrefillAttention]:
+        """Return this: parts of prompts are read one after another."""
+        return [self]
+
     def _begin(self, layer: int, like: Tensor) -> _LayerReading:
         """Make room for a layer, on the device and in the dtype of `like`, and fill in known KV."""
         # The common part is read once, into rows that all prompts copy. Later layers need what their method may change.
