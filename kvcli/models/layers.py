@@ -385,13 +385,14 @@ class LayerFinder:
             raise refusal(model.config, f"transformers knows no key and value cache for it ({error})") from error
         AttentionInterface.register(_PROBE, self._attention)
         model.set_attn_implementation(_PROBE)
+        decoder, layers = decoder_of(model), layers_of(model)
+        inside = {*(decoder if getattr(decoder, "layers", None) is layers else layers).modules()}
+        if any(hasattr(each, "layer_idx") and each not in inside for each in decoder.modules()):
+            raise refusal(model.config, "its decoder has several stacks of layers")
         names = {module: name for name, module in model.named_modules()}
-        with (
-            exporting(),
-            compressed(model.modules()),
-            as_tokens(model.modules()),
-        ):  # kernels of other packages know no meta device
-            for place, layer in enumerate(layers_of(model)):
+        # Kernels of other packages know no meta device.
+        with exporting(), compressed(model.modules()), as_tokens(model.modules()):
+            for place, layer in enumerate(layers):
                 self._read: int | None = None  # the layer whose KV this one reads
                 indexed = self._within_index = place < len(self._kv) and _has_index(self._kv[place])
                 found = [self._examine(place, module) for module in _with_cache(layer, indexed)]
@@ -400,9 +401,7 @@ class LayerFinder:
                     raise refusal(model.config, "several modules of a decoder layer keep a state, or read another's KV")
                 reader = None if self._read is None else Reader(attention.pop(), self._read)
                 self.decoder.append(DecoderLayer(tuple(attention), next(iter(state), None), reader))
-        self.ends, self.reshapes = (
-            self._around(layers_of(model)) if self._rotary is None else (self._rotary_ends(), False)
-        )
+        self.ends, self.reshapes = self._around(layers) if self._rotary is None else (self._rotary_ends(), False)
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
@@ -415,13 +414,11 @@ class LayerFinder:
         if not self.layers and self.states:
             reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
-        if not self.layers or (rotary is None and not self.states and not self.ends):
-            reason = "its decoder is not a stack of layers with rotary positions or a table of positions"
+        if not self.layers:
+            raise refusal(self.model.config, "its decoder is not a stack of layers that attend")
+        if rotary is None and not self.states and not self.ends:
+            reason = "its decoder gives its layers no rotary positions, and has no table of positions"
             raise refusal(self.model.config, reason)
-        decoder, layers = decoder_of(self.model), layers_of(self.model)
-        inside = {*layers.modules(), *([] if getattr(decoder, "layers", None) is not layers else decoder.modules())}
-        if any(hasattr(each, "layer_idx") and each not in inside for each in decoder.modules()):
-            raise refusal(self.model.config, "its decoder has several stacks of layers")
 
     def _around(self, layers: nn.ModuleList) -> tuple[bool, bool]:
         """Run the model without its layers on two tokens, one of which leaves them: return `ends` and `reshapes`."""
@@ -470,6 +467,8 @@ class LayerFinder:
             raise refusal(self.model.config, reason)
         if "input_ids" in _parameters(module):
             raise refusal(self.model.config, f"{type(module).__name__} keeps tokens, not a state made of them")
+        if "cross_attention_states" in _parameters(module):
+            raise refusal(self.model.config, f"{type(module).__name__} attends to images, not to the tokens before")
         before, state, self._selects = len(self._seen), self._new_state(module), False
         rope = self._run(place, module, 1, state, tree_leaves)
         if len(self._seen) > before + 1:

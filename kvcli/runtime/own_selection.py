@@ -114,7 +114,8 @@ def _selecting(hook: Hook, layer: LayerGeometry, module: nn.Module) -> Callable[
             given["position_embeddings"] = type(rope).forward(rope, hidden, every)
         if not selects.alone or len(hidden) == 1:
             return a_few_at_once(given)
-        outs, whole = [], hook.handler
+        outs: list[Any] = []
+        whole = hook.handler
         assert isinstance(whole, IndexHolder)
         try:
             for row, hook.handler in enumerate(whole.apart()):

@@ -14,6 +14,7 @@ from families import (
     REFUSED,
     VOCAB,
     WINDOW,
+    config_of,
     tiny_config,
     tiny_model,
 )
@@ -162,10 +163,25 @@ def test_a_model_whose_output_layer_is_not_given_is_refused(monkeypatch):
         geometry_of(tiny_config("llama"), torch.float32)
 
 
-def test_models_without_a_stack_of_layers_are_refused():
-    """Some layers of Recurrent Gemma keep states that no cache holds."""
-    with pytest.raises(KvcliError, match="not a stack of layers"):
+def test_layers_that_are_given_no_positions_are_refused():
+    """Those of Recurrent Gemma rotate by tables of their own."""
+    with pytest.raises(KvcliError, match="gives its layers no rotary positions"):
         geometry_of(RecurrentGemmaConfig(**SMALLEST), torch.float32)
+
+
+def test_several_stacks_of_layers_are_refused():
+    with pytest.raises(KvcliError, match="several stacks of layers"):
+        geometry_of(config_of("HrmTextConfig", num_layers_per_stack=2), torch.float32)
+
+
+def test_what_depends_on_numbers_is_found_on_zeros():
+    """The experts of JetMoE's queries count tokens, which shapes have none of; keys are repeated for each."""
+    geometry = geometry_of(tiny_config("jetmoe"), torch.float32)
+    assert [(layer.num_heads, layer.num_kv_heads) for layer in geometry.layers] == [
+        (2 * KV_HEADS, 2 * KV_HEADS)
+    ] * LAYERS
+    chosen = geometry_of(tiny_config("qwen4_exp"), torch.float32).selects
+    assert (chosen.tokens, chosen.channels, chosen.alone, chosen.all_angles) == (12 + 3, HEAD_DIM, True, True)
 
 
 @pytest.mark.parametrize(("name", "rotary"), [("opt", False), ("gpt2", False), ("ctrl", False), ("gptj", True)])

@@ -103,14 +103,17 @@ REFUSED = {  # words of the message -> types
         big_bird bloom cpmant falcon got_ocr2 gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt rembert
         roformer rwkv trocr xglm xlm
     """,
-    "not a stack of layers": "moshi recurrent_gemma xlstm",
+    "not a stack of layers": "xlstm",
+    "gives its layers no rotary positions": "moshi recurrent_gemma",
     "attention interface": "git",
     "none of its layers attends": "falcon_mamba mamba mamba2",
     "attends several times": "diffllama",
     "a mask of its own": "doge",
-    "runs several times a token": "dory hrm_text inkling2_loop_text inkling2_text",
+    "runs several times a token": "dory inkling2_loop_text inkling2_text",
     "keeps something else than keys and values": "deepseek_v4 gemma4_unified_assistant",
-    "has an unknown form": "blt inkling_text mllama",
+    "several stacks of layers": "blt hrm_text",
+    "attends to images": "mllama",
+    "has an unknown form": "inkling_text",
 }
 NO_TINY_CONFIG = "dots3_note gemma4_assistant prophetnet reformer xlnet"
 """Configs of these types need more than sizes."""
