@@ -12,12 +12,15 @@ from saving import QUESTIONS, TEXT, tokens
 from saving import run as run_saving
 
 from kvcli.bench.doctor import examine_model
+from kvcli.bench.profiler import ProfileRequest, profile
+from kvcli.bench.runs import entries
 from kvcli.capacity import memory
 from kvcli.capacity.workspace import Workspace
+from kvcli.cli.command import compared
 from kvcli.conformance.runs import in_memory, run
 from kvcli.errors import KvcliError
 from kvcli.generate import generate
-from kvcli.inputs.options import DiskOptions
+from kvcli.inputs.options import Compared, DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.kernels.softmax import Softmax
@@ -25,6 +28,8 @@ from kvcli.memory.state import capture
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import ModelSpec
+from kvcli.quality.eval.evaluate import evaluate
+from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.request import GenerationRequest
 from kvcli.runtime import own_selection
 from kvcli.runtime.checkpoint.restoring import Restoring
@@ -237,13 +242,17 @@ def test_a_chat_a_batch_and_a_plan_take_it_as_well(path, tmp_path):
     assert [each["profile"]["method"] for each in plan["plans"]] == ["full", "native"]
 
 
-def test_comparisons_take_it_as_well(path, warm):
-    load = ("--context", 100, "--output-len", 2, "--repeat", 1)
-    timed = json.loads(warm("profile", "-m", path, *load, "--json").stdout)
-    assert [case["label"] for case in timed["cases"]] == ["full", "native"]
-    task = ("--tasks", "niah_single", "--length", 500, "--limit", 1)
-    scored = json.loads(warm("eval", "-m", path, *task, "--json").stdout)
-    assert [variant["method"] for variant in scored["variants"]] == ["full", "native"]
+def test_comparisons_take_it_as_well(path):
+    spec, variants = ModelSpec(path, device="cpu"), compared(Compared())
+    load = {"contexts": (60,), "steps": 2, "repeat": 1, "warmup": 1}
+    timed = profile(ProfileRequest(spec, entries(variants, ablate=False), **load), Observer())
+    assert [case.label for case in timed.report.cases] == ["full", "native"]
+    length = {"tasks": ["niah_single"], "lengths": [400], "depths": 1, "limit": 1, "max_tokens": 2, "max_length": None}
+    scored = evaluate(EvaluationPlan(spec, variants, **length, sampling=Sampling(max_tokens=2)), Observer())
+    assert [variant.label for variant in scored.variants] == ["full", "native"]
+    named = compared(Compared(method="full,freekv"))
+    with pytest.raises(KvcliError, match="select by themselves"):
+        profile(ProfileRequest(spec, entries(named[1:], ablate=False), **load), Observer())
 
 
 def test_kv_on_a_disk(path, tmp_path):
