@@ -196,6 +196,9 @@ _SUPPORTED_HINT = (
 )
 
 
+_MASKS = 8  # bytes for each query and token of masks, where a module selects by one
+
+
 class OwnSelection(NamedTuple):
     """What a layer selects by itself (DeepSeek Sparse Attention, arXiv 2512.02556): `tokens` at most, for each query.
 
@@ -370,6 +373,7 @@ class LayerFinder:
         self._selected: Tensor | None = None  # [1, 1, k] tokens or [1, Hk, 1, k] blocks, of the last layer that selects
         self._selects = False  # whether the layer examined did
         self._within_index = False  # whether it has an index
+        self._scratch: dict[Any, int] = {}  # of modules of one form, see `OwnSelection`
         self._trials: dict[type[nn.Module], _Trial] = {}  # how modules of a class run
         self._seen: list[_Attended] = []  # every attention
         self._keeping: set[nn.Module] = set()  # modules that keep a state
@@ -483,10 +487,13 @@ class LayerFinder:
             if layer is not None:
                 key = self._seen[-1].key
                 if self._selects and self._selected is not None:
-                    few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
                     block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
                     trial = self._trials[type(module)]
-                    scratch = -(-(more - few) // (_FEW * trial.indexed))
+                    if form not in self._scratch:
+                        few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
+                        own = -(-(more - few) // (_FEW * trial.indexed))
+                        self._scratch[form] = own if trial.device == "meta" else max(own, _MASKS)
+                    scratch = self._scratch[form]
                     sizes = block * self._selected.shape[-1], state.index_channels, scratch, heads, block
                     selects = OwnSelection(*sizes, trial.device != "meta", trial.all_angles)
                     layer = replace(layer, selects=selects)
@@ -705,7 +712,7 @@ def _takes_cache(module: nn.Module) -> bool:
 
 def _number(module: nn.Module, place: int = 0) -> int:
     number: Any = module.layer_idx
-    return place if number is None else int(number)  # Zamba's attention is told its number in each call
+    return place if number in (None, -1) else int(number)  # Zamba's attention is told its number in each call
 
 
 def _parameters(module: nn.Module) -> set[str]:

@@ -258,8 +258,8 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "zamba2": lambda: config_of(  # one attention in several places, of two hidden states
         "Zamba2Config",
-        layer_types=_alternating("mamba", "hybrid"),
-        hybrid_layer_ids=[1, 3],
+        layer_types=["mamba", "hybrid", "hybrid", "mamba"],
+        hybrid_layer_ids=[1, 2],
         mamba_headdim=16,
         n_mamba_heads=8,
         num_key_value_heads=HEADS,
