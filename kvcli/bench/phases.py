@@ -35,9 +35,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.capacity.roofline import PHASES
+from kvcli.models.auto import layers_of
 from kvcli.models.devices import Place, Placement
 from kvcli.models.geometry import attention_modules, reader_modules
-from kvcli.models.layers import decoder_of
 from kvcli.runtime.fused import gated_of, projections_of
 from kvcli.telemetry.timeline import Span, Timeline
 
@@ -147,7 +147,7 @@ def module_spans(model: PreTrainedModel, timeline: Timeline) -> Iterator[None]:
 def _modules(model: PreTrainedModel) -> Iterator[tuple[str, str, int, nn.Module]]:
     """Yield phase, name, layer and module of everything that is timed; none of them lies within another."""
     attention = {*attention_modules(model), *reader_modules(model)}
-    layers: list[nn.Module] = list(decoder_of(model).layers)  # type: ignore[arg-type]
+    layers: list[nn.Module] = list(layers_of(model))
     for index, layer in enumerate(layers):
         for phase, name, module in _parts_of_module(layer, attention):
             yield phase, name, index, module
@@ -291,7 +291,7 @@ def products_of(model: PreTrainedModel, predicted: Collection[int] = ()) -> list
     """
     attention, phases = attention_modules(model), list[str]()
     telling = {attention[layer - 1] for layer in predicted}
-    for layer in decoder_of(model).layers:  # type: ignore[union-attr]
+    for layer in layers_of(model):
         modules = list(layer.modules())
         inner = {part for module in modules if module in attention for part in module.modules()}
         joined = {each for module in modules for each in projections_of(module)[1:]}

@@ -31,7 +31,7 @@ from kvcli.bench.runs import (
     pipeline_on,
     seeded_tokens,
 )
-from kvcli.capacity import memory
+from kvcli.capacity import memory, unnamed
 from kvcli.capacity.disk import disk_for
 from kvcli.capacity.planning.probe import RandomKV
 from kvcli.capacity.roofline import PHASES, MachineRates, RatesOverTime, equivalent_bandwidth, least_seconds
@@ -99,6 +99,10 @@ def profile(request: ProfileRequest, observer: Observer) -> Outcome:
     """
     observer.stage("load")
     checkpoint = open_checkpoint(request.model)
+    own = [unnamed.native(each.profile, checkpoint.geometry) for each in request.entries]
+    both = zip(request.entries, own, strict=True)
+    entries = (was if now is was.profile else Entry(now.method, was.kind, now) for was, now in both)
+    request = replace(request, entries=tuple(entries))
     ids = None if request.document is None else checkpoint.tokenizer(request.document, verbose=False)["input_ids"]
     loads = _loads(request, ids)
     if request.nvtx and checkpoint.device.type != "cuda":

@@ -151,13 +151,17 @@ def distinct(text: str | None, name: str) -> list[int]:
 
 
 def compared(chosen: Compared) -> list[Variant]:
-    """Resolve the methods and profiles to compare; without any, full and freekv."""
+    """Resolve the methods and profiles to compare; without any, full and freekv, for which native may stand in."""
     from kvcli.inputs.variants import variants
 
     methods, profiles = names(chosen.method, "--method"), names(chosen.profile, "--profile")
     budgets = each(chosen.budget, "--budget", token_budget)
     wanted = assignments(chosen.settings) | ({} if chosen.kv_dtype is None else {"kv_dtype": chosen.kv_dtype})
-    return variants(methods or ([] if profiles else ["full", "freekv"]), profiles, budgets, wanted)
+    found = variants(methods or ([] if profiles else ["full", "freekv"]), profiles, budgets, wanted)
+    if not (methods or profiles or budgets or wanted or chosen.ablate):
+        full, retrieval = found
+        found = [full, replace(retrieval, profile=replace(retrieval.profile, unnamed=True))]
+    return found
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:

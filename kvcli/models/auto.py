@@ -85,10 +85,21 @@ def _keep_only(kept: Collection[nn.Module | None], module: nn.Module) -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the decoder of a causal language model: its `layers`, and its `rotary_emb` if it has one."""
+    """Return the decoder of a causal language model, which has its layers, and its `rotary_emb` if there is one."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    if next(decoder.children(), None) is None:  # a head of that name (ModernBERT)
+        decoder = model.base_model
     inner: nn.Module | None = getattr(decoder, "model", None)  # in llama4 it finds the whole model
     return decoder if inner is None or hasattr(decoder, "layers") else inner
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of a model's decoder: its `layers`, or its first list of modules that know their numbers."""
+    decoder = decoder_of(model)
+    found = (getattr(decoder, "layers", None), *decoder.modules())
+    lists = (module for module in found if isinstance(module, nn.ModuleList))
+    numbered = (each for each in lists if any(hasattr(module, "layer_idx") for module in each.modules()))
+    return next(numbered, nn.ModuleList())
 
 
 def rotary_name(decoder: nn.Module) -> str | None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.models.auto import decoder_of
+from kvcli.models.auto import layers_of
 from kvcli.models.geometry import ModelGeometry, build_on_meta
 from kvcli.sizes import format_bytes
 
@@ -226,7 +226,7 @@ def _mapped(model: PreTrainedModel, rooms: Sequence[int], free: Sequence[int]) -
     """
     from accelerate import infer_auto_device_map
 
-    layers: Any = decoder_of(model).layers
+    layers: Any = layers_of(model)
     log = logging.getLogger("accelerate.utils.modeling")  # warns of devices that this machine lacks
     before, log.level = log.level, logging.ERROR
     for layer, room in zip(layers, rooms, strict=True):  # buffers count like weights
@@ -253,7 +253,7 @@ def _looked_up(found: Mapping[str, Any], name: str) -> Any:
 
 def parts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Name the parts that are placed as one, in a model's order: decoder layers, and other modules with weights."""
-    layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
+    layers = list(layers_of(model))
     inside = {module for layer in layers for module in layer.modules()}
     return {
         name: module
@@ -267,7 +267,7 @@ def _placement(
 ) -> Placement:
     parts = parts_of(model)
     names = {module: name for name, module in parts.items()}
-    layers = [found[names[layer]] for layer in decoder_of(model).layers]  # type: ignore[union-attr]
+    layers = [found[names[layer]] for layer in layers_of(model)]
     weights, seen = Counter[int](), set[nn.Parameter]()
     for name, module in parts.items():
         for weight in module.parameters():

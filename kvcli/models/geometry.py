@@ -18,9 +18,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError, usage_error
-from kvcli.models.auto import model_class
+from kvcli.models.auto import layers_of, model_class
 from kvcli.models.checkpoint import StoredTensor, quiet
-from kvcli.models.layers import DecoderLayer, LayerFinder, decoder_of, refusal
+from kvcli.models.layers import DecoderLayer, LayerFinder, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import OwnSelection as OwnSelection
 from kvcli.models.layers import StateGeometry as StateGeometry
@@ -76,8 +76,10 @@ class ModelGeometry:
     max_positions: int | None
     weight_bytes: int
     parts: WeightParts
-    learned_positions: bool = False
-    """Whether the model has an embedding of every position, so that none lies beyond `max_positions`."""
+    ends: bool = False
+    """Whether the model has a table of its positions, so that none lies beyond `max_positions`."""
+    reshapes: bool = False
+    """Whether all tokens have to leave the layers, as the decoder gives its output the shape of its input (GPT-2)."""
     beside_hidden: int = 0
     """Numbers that the model makes of a token before the first layer, beside one hidden state: further ones (Gemma 3n),
     and an input of every layer (Gemma 3n, Gemma 4)."""
@@ -124,7 +126,7 @@ class ModelGeometry:
         if limit is None or tokens <= limit:
             return None
         what = f"{tokens:,} tokens (prompt and output) are more than the {limit:,} positions {name} was made for"
-        if self.learned_positions:
+        if self.ends:
             raise usage_error(what, "use a shorter prompt or a smaller --max-tokens: the model has no others")
         return what
 
@@ -165,7 +167,8 @@ def geometry_of(
         max_positions=positions_of(text),
         weight_bytes=_as_stored(model, held, form, stored) or sum((dense | held).values()),
         parts=_parts(model, text, found.decoder, held),
-        learned_positions=found.learned_positions,
+        ends=found.ends,
+        reshapes=found.reshapes,
         beside_hidden=(getattr(text, "altup_num_inputs", 1) - 1) * text.hidden_size
         + len(found.decoder) * (getattr(text, "hidden_size_per_layer_input", None) or 0),
         form=form,
@@ -174,7 +177,7 @@ def geometry_of(
             for name, module in model.named_modules()
             if form and isinstance(module, nn.Linear) and id(module.weight) not in quantised
         ),
-        streams=getattr(text, "hc_mult", None) or 1,
+        streams=getattr(text, "hc_mult", None) or getattr(text, "hc_count", None) or 1,
     )
 
 
@@ -264,7 +267,7 @@ def _parts(
     def count(found: list[nn.Parameter]) -> int:
         return sum(weight.numel() for weight in found)
 
-    layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
+    layers = list(layers_of(model))
     readers = [(layer.reader.name,) if layer.reader else () for layer in decoder]
     attending = [name for layer, read in zip(decoder, readers, strict=True) for name in (*layer.attention, *read)]
     attention = weights(*map(model.get_submodule, attending))

@@ -8,7 +8,8 @@ recurrence into its cache keeps a state, of the shapes that it puts there. A lay
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from inspect import Parameter, signature
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -31,15 +33,14 @@ from transformers.cache_utils import (
 
 from kvcli.compat import exporting
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models.auto import angles_at, rotary_of
-from kvcli.models.auto import decoder_of as decoder_of
+from kvcli.models.auto import angles_at, decoder_of, layers_of, rotary_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
 
 # The cache given to a module of transformers for its state alone, of a convolution or of a recurrence.
 
-CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""Names of the cache argument in modules of transformers: `cache` from 5.24 on."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "layer_past")
+"""Names of the cache argument in modules of transformers: `cache` from 5.24 on, and `layer_past` in old families."""
 
 
 def cache_argument(module: nn.Module) -> str:
@@ -69,6 +70,7 @@ class StateCache(Cache):
                 self.state.conv_kernel_size[int(at)] = tensor.shape[-1]
         self.started = started
         self.index_channels = 0  # of the keys that an index of the module's own was given
+        self.indexed = _MANY  # tokens whose keys it is told that there are
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the module's tensors: "conv.0" and "recurrent.0", if it has them, and those of further states."""
@@ -98,9 +100,11 @@ class StateCache(Cache):
         return 0
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:  # noqa: ARG002
-        """Take the keys of a module's own index [1, n, c]; return the shape of many tokens' [1, `_MANY`, c]."""
+        """Take the keys of a module's own index [1, n, c]; return the shape of many tokens' [1, `indexed`, c]."""
         self.index_channels = indexer_key_states.shape[-1]
-        return indexer_key_states.new_empty(1, _MANY, self.index_channels)
+        keys = indexer_key_states.new_ones(1, self.indexed, self.index_channels)
+        self.state.keys, self.state.get_seq_length = keys, lambda: self.indexed  # type: ignore[attr-defined]
+        return keys
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Do the same for keys [1, 1, n, c], as MiniMax M3's layers have them."""
@@ -173,6 +177,7 @@ class UseOf(TorchFunctionMode):
 _PROBE = "kvcli_probe"
 _FEW = 16  # tokens
 _MANY = 1 << 20  # more tokens than a model's own selection has
+_SOME = 26_879  # the same where the tokens have numbers: all but one of a whole number of blocks, of most sizes
 # Arguments that kvcli's attention honours, or may ignore: it knows all that position_ids and the cache say.
 _UNDERSTOOD = {"scaling", "softcap", "s_aux", "sliding_window"}
 _UNDERSTOOD |= {"dropout", "is_causal", "position_ids", "use_cache", *CACHE_ARGUMENTS}
@@ -191,12 +196,16 @@ _SUPPORTED_HINT = (
 )
 
 
+_MASKS = 8  # bytes for each query and token of masks, where a module selects by one
+
+
 class OwnSelection(NamedTuple):
     """What a layer selects by itself (DeepSeek Sparse Attention, arXiv 2512.02556): `tokens` at most, for each query.
 
     It scores all tokens by an index that has a key of `channels` numbers for each; 0 if it takes the selection of the
     layer before. Scoring takes `scratch` bytes for each query and token. `heads` select on their own, all KV heads or
-    one for all, and `block` consecutive tokens together.
+    one for all, and `block` consecutive tokens together. A module that looks at numbers runs for one sequence `alone`;
+    one that rotates keys of its index is given the angles of `all_angles`, not only of the new tokens.
     """
 
     tokens: int
@@ -204,6 +213,8 @@ class OwnSelection(NamedTuple):
     scratch: int
     heads: int = 1
     block: int = 1
+    alone: bool = False
+    all_angles: bool = False
 
     @property
     def name(self) -> str:
@@ -318,10 +329,37 @@ def refusal(config: PreTrainedConfig, reason: str) -> KvcliError:
     return KvcliError(f"model type {config.model_type!r} is not supported: {reason}", _SUPPORTED_HINT, ExitCode.USAGE)
 
 
+class _Trial(NamedTuple):
+    """A way to run a module: on shapes, or on zeros for one that looks at numbers.
+
+    One with an index is told that there are the keys of so many tokens, and gets a mask of all of them, or only of
+    the new ones. It may get the rotary angles of all, too.
+    """
+
+    device: str = "meta"
+    indexed: int = _MANY
+    mask_of_new: bool = False
+    all_angles: bool = False
+
+
+_ON_ZEROS = _Trial("cpu", _SOME)
+_TRIALS = (_Trial(), _ON_ZEROS, _ON_ZEROS._replace(mask_of_new=True), _ON_ZEROS._replace(all_angles=True))
+
+
+class _Attended(NamedTuple):
+    """What a module passes to attention: [1, H, 1, d], [1, Hk, 1, d] and [1, Hk, 1, d]."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class LayerFinder:
     """Finds the layers of a model on the meta device: `layers`, `states`, and `decoder`, their places.
 
-    `learned_positions` tells whether the model has an embedding of every position instead of rotary ones.
+    `ends` tells whether the model has a table of its positions, learned or not, and none beyond it. `reshapes` tells
+    whether its decoder gives what leaves the layers the shape of what enters them, so that all tokens have to leave.
 
     Raises:
         KvcliError: the model cannot be run; the message gives the reason (usage).
@@ -334,7 +372,11 @@ class LayerFinder:
         self.decoder: list[DecoderLayer] = []
         self._selected: Tensor | None = None  # [1, 1, k] tokens or [1, Hk, 1, k] blocks, of the last layer that selects
         self._selects = False  # whether the layer examined did
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # queries, keys and values of every attention
+        self._within_index = False  # whether it has an index
+        self._scratch: dict[Any, int] = {}  # of modules of one form, see `OwnSelection`
+        self._trials: dict[type[nn.Module], _Trial] = {}  # how modules of a class run
+        self._seen: list[_Attended] = []  # every attention
+        self._keeping: set[nn.Module] = set()  # modules that keep a state
         self._keys: list[Tensor] = []  # of each layer that keeps KV, by which later ones that read it are recognised
         self._passed: dict[Any, Any] = {}  # what layers pass on to later ones
         self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
@@ -347,20 +389,23 @@ class LayerFinder:
             raise refusal(model.config, f"transformers knows no key and value cache for it ({error})") from error
         AttentionInterface.register(_PROBE, self._attention)
         model.set_attn_implementation(_PROBE)
+        decoder, layers = decoder_of(model), layers_of(model)
+        inside = {*(decoder if getattr(decoder, "layers", None) is layers else layers).modules()}
+        if any(hasattr(each, "layer_idx") and each not in inside for each in decoder.modules()):
+            raise refusal(model.config, "its decoder has several stacks of layers")
         names = {module: name for name, module in model.named_modules()}
-        with exporting(), compressed(model.modules()):  # kernels of other packages know no meta device
-            for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
+        # Kernels of other packages know no meta device.
+        with exporting(), compressed(model.modules()), as_tokens(model.modules()):
+            for place, layer in enumerate(layers):
                 self._read: int | None = None  # the layer whose KV this one reads
-                indexed = place < len(self._kv) and _has_index(self._kv[place])
+                indexed = self._within_index = place < len(self._kv) and _has_index(self._kv[place])
                 found = [self._examine(place, module) for module in _with_cache(layer, indexed)]
                 attention, state = ([names[each[at]] for each in found if each[at] is not None] for at in (0, 1))
                 if len(state) > 1 or (self._read is not None and len(attention) > 1):
                     raise refusal(model.config, "several modules of a decoder layer keep a state, or read another's KV")
                 reader = None if self._read is None else Reader(attention.pop(), self._read)
                 self.decoder.append(DecoderLayer(tuple(attention), next(iter(state), None), reader))
-        tables = [each for each in decoder_of(model).children() if isinstance(each, nn.Embedding)]
-        beside = any(each is not model.get_input_embeddings() for each in tables)
-        self.learned_positions: bool = rotary is None and beside  # what else than tokens is embedded is where they are
+        self.ends, self.reshapes = self._around(layers) if self._rotary is None else (self._rotary_ends(), False)
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
@@ -373,9 +418,47 @@ class LayerFinder:
         if not self.layers and self.states:
             reason = "none of its layers attends, all keep a state (state-space, linear attention, convolution)"
             raise refusal(self.model.config, reason)
-        if not self.layers or (rotary is None and not self.states and not self.learned_positions):
-            reason = "its decoder is not a stack of layers with rotary or learned positions"
+        if not self.layers:
+            raise refusal(self.model.config, "its decoder is not a stack of layers that attend")
+        if rotary is None and not self.states and not self.ends:
+            reason = "its decoder gives its layers no rotary positions, and has no table of positions"
             raise refusal(self.model.config, reason)
+
+    def _around(self, layers: nn.ModuleList) -> tuple[bool, bool]:
+        """Run the model without its layers on two tokens, one of which leaves them: return `ends` and `reshapes`."""
+        embedding: Any = self.model.get_input_embeddings()
+        hidden = torch.empty(1, 2, embedding.embedding_dim, dtype=self.model.dtype, device="meta")
+        positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        entered = False
+
+        def leave(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            nonlocal entered
+            entered = True
+            return hidden_states[:, -1:]
+
+        with UseOf([positions]) as use:
+            for layer in layers:
+                layer.forward = leave
+            try:
+                self.model(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+            except Exception:  # an output of another shape
+                return entered and use.found, True
+            finally:
+                for layer in layers:
+                    del layer.forward  # back to the method of the class
+        return use.found, False
+
+    def _rotary_ends(self) -> bool:
+        """Tell whether the rotary module looks positions up in a table, and has none after the last (GPT-J)."""
+        rotary, after = self._rotary, getattr(self.text, "max_position_embeddings", None)
+        assert rotary is not None
+        if after is None or isinstance(getattr(rotary, "rope_type", None), dict):
+            return False
+        try:
+            angles_at(rotary, torch.empty(1, 1, 1), torch.tensor([after]), None)
+        except IndexError:
+            return True
+        return False
 
     def _examine(self, place: int, module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Run a module for a token, and record whether it attends and whether it keeps a state."""
@@ -386,22 +469,33 @@ class LayerFinder:
         if _parameters(module) & {"cache_offset", "cycle_offset"}:
             reason = f"{type(module).__name__} runs several times a token, each time with keys and values of its own"
             raise refusal(self.model.config, reason)
+        if "input_ids" in _parameters(module):
+            raise refusal(self.model.config, f"{type(module).__name__} keeps tokens, not a state made of them")
+        if "cross_attention_states" in _parameters(module):
+            raise refusal(self.model.config, f"{type(module).__name__} attends to images, not to the tokens before")
         before, state, self._selects = len(self._seen), self._new_state(module), False
         rope = self._run(place, module, 1, state, tree_leaves)
         if len(self._seen) > before + 1:
             raise refusal(self.model.config, f"{type(module).__name__} attends several times")
-        attends, tensors = len(self._seen) > before, state.tensors()
+        within = not self._keeping.isdisjoint(module.modules())
+        attends, tensors = len(self._seen) > before, {} if within else state.tensors()
+        if attends and self._seen[-1].module is not module:  # one within it does (DBRX)
+            self._seen.pop()
+            return None, None
         if attends:
             layer = self._attends(place, module, rope)
             if layer is not None:
-                key = self._seen[-1][1]
+                key = self._seen[-1].key
                 if self._selects and self._selected is not None:
-                    few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
                     block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
-                    scratch = -(-(more - few) // (_FEW * _MANY))
-                    selects = OwnSelection(
-                        block * self._selected.shape[-1], state.index_channels, scratch, heads, block
-                    )
+                    trial = self._trials[type(module)]
+                    if form not in self._scratch:
+                        few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
+                        own = -(-(more - few) // (_FEW * trial.indexed))
+                        self._scratch[form] = own if trial.device == "meta" else max(own, _MASKS)
+                    scratch = self._scratch[form]
+                    sizes = block * self._selected.shape[-1], state.index_channels, scratch, heads, block
+                    selects = OwnSelection(*sizes, trial.device != "meta", trial.all_angles)
                     layer = replace(layer, selects=selects)
                     layer = replace(layer, head_dim=layer.head_dim + layer.index_channels)
                 self.layers.append(layer)
@@ -412,7 +506,7 @@ class LayerFinder:
             self._keeps(module, *found)
             if not attends:
                 self._alike[form] = found
-        if not attends and not tensors:
+        if not attends and not tensors and not within:
             raise refusal(self.model.config, f"{type(module).__name__} does not use transformers' attention interface")
         return (module if attends else None, module if tensors else None)
 
@@ -420,7 +514,7 @@ class LayerFinder:
         """Describe a layer that keeps KV; None for one that reads an earlier layer's: its keys are the very same."""
         if not getattr(module, "is_causal", True):
             raise refusal(self.model.config, "its attention is bidirectional")
-        query, key, value = self._seen[-1]  # [1, H, 1, d], [1, Hk, 1, d], [1, Hk, 1, d]
+        _, query, key, value = self._seen[-1]
         self._read = next((layer for layer, known in enumerate(self._keys) if known is key), None)
         if self._read is not None:
             read = self.layers[self._read]
@@ -430,7 +524,7 @@ class LayerFinder:
             reason = f"its keys have {key.shape[-1]} dimensions and its values more, {value.shape[-1]}"
             raise refusal(self.model.config, reason)
         latent = Latent.of(module)
-        number = _number(module)
+        number = _number(module, place)
         kv = self._kv[number] if number < len(self._kv) else None
         if type(kv) not in _KEYS_AND_VALUES and not _has_index(kv):
             raise refusal(self.model.config, f"layer {place} shares its keys and values, or keeps them in another form")
@@ -443,6 +537,7 @@ class LayerFinder:
     def _keeps(
         self, module: nn.Module, tensors: dict[str, Tensor], resumes: bool, temporaries: Callable[[int], int]
     ) -> None:
+        self._keeping.add(module)
         parts = tuple(StateTensor(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
         self.states.append(StateGeometry(len(self.states), _number(module), parts, resumes, temporaries))
 
@@ -470,46 +565,80 @@ class LayerFinder:
     def _run(
         self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
     ) -> bool:
-        """Run a module for some tokens on shapes; tell whether it uses the tensors `watched` picks from the angles."""
-        dtype, angles = self.model.dtype, None
-        try:
-            taken = _parameters(module)
-            if self._rotary is not None and "position_embeddings" in taken:
-                layer_type = layer_type_of(self._rotary, self.text, place)
-                positions = torch.zeros(tokens, dtype=torch.long)
-                if layer_type is None or layer_type in self._rotary.rope_type:  # type: ignore[operator]
-                    angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
-                    angles = tree_map(lambda x: x.to("meta"), angles)
-            given: dict[str, Any] = {
-                "attention_mask": None,
-                "position_embeddings": angles,
-                "position_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta"),
-                "shared_kv_states": self._passed,
-                **dict.fromkeys(CACHE_ARGUMENTS, cache),
-            }
-            hidden = torch.empty(1, tokens, self.text.hidden_size, dtype=dtype, device="meta")
-            if place < len(self._kv) and _has_index(self._kv[place]):
-                given["attention_mask"] = torch.ones(1, 1, tokens, _MANY, dtype=torch.bool, device="meta")
-                given["prev_topk_indices"] = self._selected
-            with UseOf(watched(angles)) as use:
-                module(hidden_states=hidden, **{name: value for name, value in given.items() if name in taken})
-        except Exception as error:
-            indexed = place < len(self._kv) and _has_index(self._kv[place])
-            form = "selects by an index that is not served yet" if indexed else "has an unknown form"
-            raise refusal(self.model.config, f"{type(module).__name__} {form} ({error})") from error
+        """Run a module for some tokens; tell whether it uses the tensors that `watched` picks from the angles."""
+        indexed, seen, error = place < len(self._kv) and _has_index(self._kv[place]), len(self._seen), None
+        known = self._trials.get(type(module))
+        for trial in _TRIALS[: None if indexed else 2] if known is None else [known]:
+            try:
+                found = self._try(place, module, tokens, cache, watched, trial)
+            except Exception as failed:  # modelling code raises anything
+                error = error or failed
+                del self._seen[seen:]
+            else:
+                self._trials[type(module)] = trial
+                return found
+        kv, form = (self._kv[place] if place < len(self._kv) else None), "has an unknown form"
+        if indexed:
+            form = "selects by an index that is not served yet"
+        elif kv is not None and type(kv) not in (*_KEYS_AND_VALUES, LinearAttentionLayer):
+            form = f"keeps something else than keys and values, a {type(kv).__name__},"
+        raise refusal(self.model.config, f"{type(module).__name__} {form} ({error})") from error
+
+    def _try(
+        self,
+        place: int,
+        module: nn.Module,
+        tokens: int,
+        cache: StateCache,
+        watched: Callable[[Any], list[Any]],
+        trial: _Trial,
+    ) -> bool:
+        dtype, angles, device, cache.indexed = self.model.dtype, None, trial.device, trial.indexed
+        taken = _parameters(module)
+        if self._rotary is not None and "position_embeddings" in taken:
+            layer_type = layer_type_of(self._rotary, self.text, place)
+            positions = torch.zeros(trial.indexed if trial.all_angles else tokens, dtype=torch.long)
+            if layer_type is None or layer_type in self._rotary.rope_type:  # type: ignore[operator]
+                angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
+                angles = tree_map(lambda x: x.to(device), angles)
+        given: dict[str, Any] = {
+            "attention_mask": None,
+            "position_embeddings": angles,
+            "position_ids": torch.zeros(1, tokens, dtype=torch.long, device=device),
+            "layer_idx": place,
+            "shared_kv_states": self._passed,
+            **dict.fromkeys(CACHE_ARGUMENTS, cache),
+        }
+        inner: Any = getattr(module, "q_proj", None)  # Zamba's input is two hidden states
+        width = inner.in_features if isinstance(inner, nn.Linear) else self.text.hidden_size
+        hidden = torch.zeros(1, tokens, width, dtype=dtype, device=device)
+        given |= dict.fromkeys(("hidden_states", "q", "k", "v"), hidden)  # CTRL's takes them three times
+        if place < len(self._kv) and _has_index(self._kv[place]):
+            shape = (1, tokens) if trial.mask_of_new else (1, 1, tokens, trial.indexed)
+            given["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=device)
+            given["prev_topk_indices"] = self._selected
+            if self._selected is not None and self._selected.device.type != device:
+                given["prev_topk_indices"] = torch.zeros_like(self._selected, device=device)
+        named = {name: value for name, value in given.items() if name in taken}
+        with UseOf(watched(angles)) as use:
+            if device == "meta":
+                module(**named)
+            else:
+                functional_call(module, _zeros(module), (), named)
         return bool(use.found)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Record what a module passes to attention, and its selection."""
-        for name in SELECTIONS:
-            if (indices := kwargs.pop(name, None)) is not None:
-                self._selected, self._selects, attention_mask = indices, True, None
+        indices = selection_of(kwargs, attention_mask, self._within_index)
+        if indices is not None:
+            self._selected, self._selects, attention_mask = indices, True, None
+            kwargs = {name: value for name, value in kwargs.items() if name not in SELECTIONS}
         unknown = [name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD]
         if attention_mask is not None or unknown:
             raise ValueError(f"it hands {', '.join(unknown) or 'a mask of its own'} to attention")
-        self._seen.append((query, key, value))
+        self._seen.append(_Attended(module, query, key, value))
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         latent = Latent.of(module)
         return out if latent is None else latent.value(out), None
@@ -518,6 +647,37 @@ class LayerFinder:
 def _has_index(kv: object) -> bool:
     """Whether a layer's cache in transformers keeps the keys of an index, by which the layer selects."""
     return hasattr(kv, "update_indexer") or hasattr(kv, "update_index")
+
+
+def selection_of(given: Mapping[str, Any], mask: Tensor | None, indexed: bool) -> Tensor | None:
+    """Find what a module selects among what it passes to attention, as an argument or as a mask; None if nothing."""
+    found: Tensor | None = next((given[name] for name in SELECTIONS if given.get(name) is not None), None)
+    if found is not None or mask is None or not indexed:
+        return found
+    if mask.dtype != torch.bool:
+        return mask  # see `as_tokens`
+    visible = mask[:, 0]  # [b, n, all tokens]
+    chosen = visible.byte().topk(int(visible.sum(-1).max()), -1).indices
+    return torch.where(visible.gather(-1, chosen), chosen, -1)
+
+
+@contextmanager
+def as_tokens(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules that turn selected tokens into a mask pass these on themselves, in its place (GLM 5 Next)."""
+    masking: list[Any] = [module for module in modules if hasattr(module, "build_attention_mask_from_topk")]
+    for module in masking:
+        module.build_attention_mask_from_topk = lambda topk_indices, **_: topk_indices
+    try:
+        yield
+    finally:
+        for module in masking:
+            del module.build_attention_mask_from_topk  # back to the method of the class
+
+
+def _zeros(module: nn.Module) -> dict[str, Tensor]:
+    """Return zeros in place of a module's weights and buffers, without memory of that size."""
+    held = (*module.named_parameters(), *module.named_buffers())
+    return {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in held}
 
 
 def block_of(module: nn.Module) -> int:
@@ -531,18 +691,28 @@ def _kind_of(text: PreTrainedConfig, place: int) -> str | None:
 
 
 def _with_cache(layer: nn.Module, indexed: bool) -> Iterator[nn.Module]:
-    """Yield the modules of a decoder layer that attend or keep a state, by their arguments; no index within them."""
-    inside = {layer}
-    for module in layer.modules():
-        if module not in inside and hasattr(module, "layer_idx"):
-            taken = _parameters(module)
-            if {"attention_mask", "position_embeddings"} <= taken or not taken.isdisjoint(CACHE_ARGUMENTS):
-                yield module
-                inside |= {*module.modules()} if indexed else set()
+    """Yield the modules of a decoder layer that may attend or keep a state, inner ones first; no index within them."""
+    found = [module for module in _inside_out(layer) if module is not layer and _takes_cache(module)]
+    for module in found:
+        if not indexed or not any(module in {*other.modules()} for other in found if other is not module):
+            yield module
 
 
-def _number(module: nn.Module) -> int:
-    return int(module.layer_idx)  # type: ignore[arg-type]
+def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _inside_out(child)
+    yield module
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    """Tell by its arguments whether a module attends or keeps a state."""
+    taken = _parameters(module) if hasattr(module, "layer_idx") else set[str]()
+    return {"attention_mask", "position_embeddings"} <= taken or not taken.isdisjoint(CACHE_ARGUMENTS)
+
+
+def _number(module: nn.Module, place: int = 0) -> int:
+    number: Any = module.layer_idx
+    return place if number in (None, -1) else int(number)  # Zamba's attention is told its number in each call
 
 
 def _parameters(module: nn.Module) -> set[str]:

@@ -25,10 +25,10 @@ from typing_extensions import override
 
 from kvcli.kernels._numba import serves
 from kvcli.kernels.norm_rope import Arrays, Rotation, arrays_of, rotate_at_cpu
-from kvcli.models.auto import Angles, angles_at, rotary_name, rotate_halves, rotate_neighbours
+from kvcli.models.auto import Angles, angles_at, decoder_of, rotary_name, rotate_halves, rotate_neighbours
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model
-from kvcli.models.layers import decoder_of, layer_type_of, refusal
+from kvcli.models.layers import layer_type_of, refusal
 
 # The cosines and sines of a rotary module for sequences of one length, computed or looked up in a table.
 
@@ -45,6 +45,7 @@ class Frequencies:
         # A copy: the frequencies are buffers, which a longer sequence may have changed in the original.
         self.rotary = copy.deepcopy(rotary).to(device)
         self.complex = False  # whether the module gives complex numbers, for pairs of neighbouring channels
+        self.sines_first: bool | None = None  # whether it gives sines, then cosines (GPT-J); at position 0 these are 1
         kinds = getattr(rotary, "rope_type", "default")
         self.layer_types: tuple[str | None, ...] = tuple(kinds) if isinstance(kinds, dict) else (None,)
         self.tables: dict[tuple[torch.dtype, str | None], tuple[Tensor, Tensor]] = {}
@@ -85,8 +86,10 @@ class Frequencies:
         like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)  # tells the module its dtype and device
         angles = angles_at(self.rotary, like, positions, layer_type)
         self.complex = isinstance(angles, Tensor)
-        cos, sin = (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
-        return cos[0], sin[0]
+        first, second = (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
+        if self.sines_first is None:
+            self.sines_first = not first.any().item()
+        return (second[0], first[0]) if self.sines_first else (first[0], second[0])
 
 
 class RopeTable(nn.Module):
@@ -95,7 +98,7 @@ class RopeTable(nn.Module):
     def __init__(self, frequencies: Frequencies, dtype: torch.dtype, others: Sequence[Frequencies] = ()):
         super().__init__()
         self._elsewhere = {each.device: RopeTable(each, dtype) for each in others}
-        self.length, self.complex = frequencies.length, frequencies.complex
+        self.length, self.complex, self.sines_first = frequencies.length, frequencies.complex, frequencies.sines_first
         dtype = torch.float32 if self.complex else dtype  # no one else asks the module
         for layer_type in frequencies.layer_types:
             cos, sin = frequencies.table(dtype, layer_type)  # [length, r]
@@ -214,7 +217,9 @@ class Rope(nn.Module):
         else:
             rows = [table(x, position_ids[i : i + 1], layer_type) for i, table in enumerate(self._rows)]
             cos, sin = torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
-        return torch.complex(cos, sin) if first.complex else (cos, sin)
+        if first.complex:
+            return torch.complex(cos, sin)
+        return (sin, cos) if first.sines_first else (cos, sin)
 
 
 class NoRope(Rope):
@@ -265,7 +270,7 @@ class Rotary:
         try:
             self._turn(torch.empty(1, 1, 1, head_dim, device=cos.device), cos[None], sin[None])
         except RuntimeError:  # models that cut the rotated part off before they call the function (phi, stablelm)
-            self._rotated = cos.shape[-1] * (2 if frequencies.complex else 1)
+            self._rotated = cos.shape[-1] * (2 if frequencies.complex or frequencies.sines_first else 1)
 
     def rotation(self, head_dim: int) -> Rotation:
         """Return the rotation of keys as kernels apply it, by tables of all positions; made once."""
@@ -333,6 +338,13 @@ def _one_by_one(apply: Callable[..., Tensor], q: Tensor, k: Tensor, cos: Tensor,
     return apply(q, cos, sin), apply(k, cos, sin)
 
 
+def _tokens_first(apply: Callable[..., Tensor], *qk_cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate by a function that takes a query or key [b, n, H, d], and sines first (GPT-J, CodeGen)."""
+    *both, cos, sin = qk_cos_sin
+    q, k = (apply(x.transpose(1, 2), sin, cos).transpose(1, 2) for x in both)
+    return q, k
+
+
 def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list[Rotary | None]:
     text = model.config.get_text_config(decoder=True)
     shared: dict[tuple[int, str | None, int], Rotary] = {}
@@ -351,7 +363,9 @@ def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list
             apply = rotate_neighbours if frequencies.complex else rotate_halves
         if apply is None:
             raise refusal(model.config, "its modelling code has no apply_rotary_pos_emb")
-        if "k" not in signature(apply).parameters:
+        if frequencies.sines_first:
+            apply = partial(_tokens_first, apply)
+        elif "k" not in signature(apply).parameters:
             apply = partial(_one_by_one, apply)
         key = (id(frequencies), layer_type, layer.head_dim)
         if key not in shared:

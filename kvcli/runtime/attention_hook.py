@@ -20,10 +20,10 @@ from kvcli.compat import attention_implementation
 from kvcli.errors import usage_error
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.selected import with_index
+from kvcli.models.auto import layers_of
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model, reader_modules, state_modules
 from kvcli.models.latent import Latent, Temperature, compressed, taken_out
-from kvcli.models.layers import decoder_of
 from kvcli.runtime.device_transfer import Carrier, DeviceTransfer, on_its_devices
 from kvcli.runtime.own_selection import IndexCache, selected_of, selecting
 from kvcli.runtime.recurrent import States, stateful
@@ -64,13 +64,18 @@ class Hook:
         self.handler: Handler | None = None  # of the current run
 
     def run(
-        self, handler: Handler, tokens: Tensor, positions: Tensor, keep: int | slice = 1, states: States | None = None
+        self,
+        handler: Handler,
+        tokens: Tensor,
+        positions: Tensor,
+        keep: int | slice | Tensor = 1,
+        states: States | None = None,
     ) -> Tensor:
         """Run tokens [b, n] at positions [b, n] through the model, each layer attending by `handler`.
 
         Layers that keep a state continue from `states`; None means that these are the first tokens. Floats [b, n, D]
         are taken in place of the tokens' embeddings. Returns the logits [b, keep, vocab] of the last `keep` tokens, or
-        of a slice of those that come out of the layers, on the device where tokens go in.
+        of a slice or list of those that come out of the layers, on the device where tokens go in.
         """
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         before, self.handler, self.states = (self.handler, self.states), handler, states
@@ -127,7 +132,7 @@ class Hook:
     @property
     def devices(self) -> list[torch.device]:
         """The device of each decoder layer."""
-        return [next(layer.parameters()).device for layer in decoder_of(self.model).layers]  # type: ignore[union-attr]
+        return [next(layer.parameters()).device for layer in layers_of(self.model)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Pass a layer's attention on to the handler of the current run."""
@@ -188,12 +193,14 @@ def _attention(
     if attention_mask is not None and hook.index is None:
         raise RuntimeError("transformers built an attention mask although the attention has no mask function")
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    if query.stride(-1) != 1:  # torch's kernels read neighbouring channels, whatever the stride says
+        query = query.contiguous()
     if module in hook.readers:
         return _as_made(hook.read(layer, query, softmax), value), None
     if hook.index is not None:
-        softmax = softmax._replace(selected=selected_of(given, hook.positions, hook.index.block))
-        if hook.index.keys is not None:
-            key, value = with_index(hook.index.keys, key, value, hook.geometry.layers[layer])
+        softmax = softmax._replace(selected=selected_of(given, attention_mask, hook.positions, hook.index.block))
+        if hook.index.new is not None:
+            key, value = with_index(hook.index.new, key, value, hook.geometry.layers[layer])
     query, latent = hook.tempered(layer, query), hook.latents[layer]
     if latent is not None:
         return latent.value(hook.attend(layer, latent.query(query), key, value, softmax)), None

@@ -60,6 +60,10 @@ class BlockingPipeline:
         earlier = [cache.index() for cache in caches]
         return earlier + earlier[-1:] * (len(keys) - len(earlier))
 
+    def apart(self) -> Sequence[BlockingPipeline]:
+        """Return a handler for each sequence."""
+        return [BlockingPipeline([method]) for method in self.methods]
+
 
 class Stepper(ABC):
     """Runs decode steps of a batch."""

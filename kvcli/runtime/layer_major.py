@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from kvcli.kernels.softmax import Softmax
 from kvcli.memory.host_pool import PIECE_BYTES
 from kvcli.memory.tiers import Tiers
-from kvcli.models.auto import rotary_of
+from kvcli.models.auto import layers_of, rotary_of
 from kvcli.models.geometry import ModelGeometry
-from kvcli.models.layers import decoder_of
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.gpu.recorder import Point, Streams, streams_for
@@ -35,11 +34,11 @@ CHUNKS_ON_DEVICE = 4
 def streamed(geometry: ModelGeometry, tokens: int, itemsize: int, device: torch.device) -> bool:
     """Tell whether the hidden states of `tokens` pass through the device by chunks.
 
-    They cannot if layers with a state read a prompt in one piece, or if the model makes more of a token than its hidden
-    state before the first layer.
+    They cannot if layers with a state read a prompt in one piece, if the model makes more of a token than its hidden
+    state before the first layer, or if all tokens have to leave the last.
     """
     large = tokens * geometry.streams * geometry.hidden_size * itemsize >= STREAMED_BYTES
-    apart = not geometry.beside_hidden and all(state.resumes for state in geometry.states)
+    apart = not (geometry.beside_hidden or geometry.reshapes) and all(state.resumes for state in geometry.states)
     return device.type == "cuda" and large and apart
 
 
@@ -182,7 +181,7 @@ class _EmbeddedError(Exception):
 def embedded_part(hook: Hook, tokens: Tensor, positions: Tensor, part: slice) -> Tensor:
     """Return the first decoder layer's input for a part of tokens [1, n] at positions [1, n]: [1, m, D]."""
     tokens, positions = tokens[:, part], positions[:, part]
-    with _leaving_at(decoder_of(hook.model).layers[0]):  # type: ignore[arg-type, index]
+    with _leaving_at(layers_of(hook.model)[0]):
         try:
             hook.run(_no_attention, tokens, positions)
         except _EmbeddedError as found:
@@ -219,13 +218,14 @@ def chunk_length(device: torch.device) -> int:
 def layer_major(
     hook: Hook,
     parts: Sequence[Sequence[slice]],
-    last: Sequence[int],
+    last: Sequence[int] | None,
     advance: Callable[[int], None],
     streamed: StreamedHiddenStates | None = None,
 ) -> Iterator[None]:
     """Make every decoder layer run over its input by its parts, in place.
 
     Only the tokens `last` leave the last layer that keeps something of the tokens; those after it run on these alone.
+    With None all tokens leave.
     If hidden states are `streamed`, no layer reads the placeholder that the model is given for them. Rotary angles are
     looked up part by part. During `advance` the layers are restored, so that other sequences can take a step.
     """
@@ -249,13 +249,12 @@ def layer_major(
             else:
                 module.forward = forward  # the one that those who take steps meanwhile have set
 
-    decoder = decoder_of(hook.model)
-    modules: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
+    modules: list[nn.Module] = list(layers_of(hook.model))
     found: list[Callable[..., Any] | None] = []
     keeps = max(place for place, layer in enumerate(hook.geometry.decoder) if layer.keeps)
     forwards = [
         _by_parts(hook, layer.forward, own, between, last if place == keeps else None, streamed)
-        if place <= keeps
+        if place <= keeps or last is None
         else _by_rows(hook, layer.forward, last, own[-1].stop, between)
         for place, (layer, own) in enumerate(zip(modules, parts, strict=True))
     ]

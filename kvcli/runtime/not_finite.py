@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import reference_profile
-from kvcli.models.layers import decoder_of
+from kvcli.models.auto import layers_of
 from kvcli.runtime.engine import Engine
 
 _TOKENS = 256  # at the prompt's end, which are read again
@@ -32,10 +32,7 @@ def describe_origin(engine: Engine, ids: Sequence[int]) -> str:
             return f"the weights of {name} hold it"
     ids = list(ids)[-_TOKENS:]
     broken: list[int] = []
-    hooks = [
-        layer.register_forward_hook(_listen(index, broken))
-        for index, layer in enumerate(decoder_of(module).layers)  # type: ignore[arg-type]
-    ]
+    hooks = [layer.register_forward_hook(_listen(index, broken)) for index, layer in enumerate(layers_of(module))]
     try:
         engine.rope.cover(len(ids) + 1)
         engine.prefill(ids, [engine.method(reference_profile(), engine.context(len(ids), 1))])

@@ -3,6 +3,7 @@
 DeepSeek Sparse Attention (arXiv 2512.02556, section 2.1) and its kin score all tokens by a small index and attend to
 the best. Within `selecting` each such attention module runs a few queries at a time, so that scores never take more
 than `SCORES_AT_ONCE` bytes. It is given a causal mask, and a cache that has the index keys of the run's sequences.
+Modules that score blocks look at numbers, and run for one sequence at a time (`OwnSelection.alone`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvcli.kernels.page_table import EMPTY
-from kvcli.models.layers import CACHE_ARGUMENTS, SELECTIONS, LayerGeometry
+from kvcli.models.auto import rotary_of
+from kvcli.models.layers import CACHE_ARGUMENTS, LayerGeometry, as_tokens, selection_of
 from kvcli.sizes import slices
 
 if TYPE_CHECKING:
-    from kvcli.runtime.attention_hook import Hook
+    from kvcli.runtime.attention_hook import Handler, Hook
 
 SCORES_AT_ONCE = 1 << 28
 """Bytes of index scores at once."""
@@ -35,18 +37,27 @@ class IndexHolder(Protocol):
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
         """Return the index keys [n, c] of all earlier tokens of each sequence; `keys` [b, m, c] are the next ones."""
 
+    def apart(self) -> Sequence[Handler]:
+        """Return a handler for each sequence."""
+
 
 class IndexCache:
     """The cache of an attention module: it keeps nothing, and has the index keys of the layer's earlier tokens.
 
-    Afterwards `keys` [b, n, c] are those of the new tokens; None if the module has no index of its own.
+    Afterwards `new` [b, n, c] are the index keys of the new tokens, None if the module has no index of its own, and
+    `keys` those of all tokens.
     """
 
     def __init__(self, layer: LayerGeometry, holder: object):
         assert layer.selects is not None
         self.layer, self.block, self.holder = layer.index, layer.selects.block, holder
-        self.keys: Tensor | None = None
-        self.layers = defaultdict[int, IndexCache](lambda: self)  # MiniMax M3 asks its layer's cache
+        self.new: Tensor | None = None
+        self.keys = torch.empty(0)
+        self.layers = defaultdict[int, IndexCache](lambda: self)  # some ask their layer's cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Return the number of tokens, the new ones included."""
+        return self.keys.shape[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep no keys and values."""
@@ -58,13 +69,14 @@ class IndexCache:
         Raises:
             RuntimeError: this kind of run has no index.
         """
-        self.keys = indexer_key_states
+        self.new = indexer_key_states
         if not isinstance(self.holder, IndexHolder):
             raise RuntimeError(f"{type(self.holder).__name__} has no index, which layer {self.layer} selects by")
         earlier = self.holder.index(self.layer, indexer_key_states)
         whole = [torch.cat(each) for each in zip(earlier, indexer_key_states, strict=True)]
         longest = max(map(len, whole))
-        return torch.stack([pad(each, (0, 0, 0, longest - len(each))) for each in whole])
+        self.keys = torch.stack([pad(each, (0, 0, 0, longest - len(each))) for each in whole])
+        return self.keys
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Do the same for keys [b, 1, n, c]."""
@@ -77,32 +89,58 @@ def selecting(hook: Hook) -> Iterator[None]:
     layers = [layer for layer in hook.geometry.layers if layer.selects is not None]
     modules = [hook.modules[layer.index] for layer in layers]
     for layer, module in zip(layers, modules, strict=True):
-        assert layer.selects is not None
-        module.forward = _a_few_at_once(hook, layer, module, layer.selects.scratch)
+        module.forward = _selecting(hook, layer, module)
     try:
-        yield
+        with as_tokens(modules):
+            yield
     finally:
         for module in modules:
             del module.forward  # back to the method of the class
 
 
-def _a_few_at_once(hook: Hook, layer: LayerGeometry, module: nn.Module, scratch: int) -> Callable[..., Any]:
-    forward, taken = module.forward, signature(module.forward)
+def _selecting(hook: Hook, layer: LayerGeometry, module: nn.Module) -> Callable[..., Any]:
+    """Make the forward of a module that selects."""
+    forward, taken, selects = module.forward, signature(module.forward), layer.selects
+    assert selects is not None
     cache = next(name for name in CACHE_ARGUMENTS if name in taken.parameters)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = taken.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
+        hidden = given["hidden_states"]  # [b, n, D]
+        if selects.all_angles:
+            rope: Any = rotary_of(hook.model)
+            every = torch.arange(int(hook.positions.max()) + 1, device=hidden.device).expand(len(hidden), -1)
+            given["position_embeddings"] = type(rope).forward(rope, hidden, every)
+        if not selects.alone or len(hidden) == 1:
+            return a_few_at_once(given)
+        outs: list[Any] = []
+        whole = hook.handler
+        assert isinstance(whole, IndexHolder)
+        try:
+            for row, hook.handler in enumerate(whole.apart()):
+                only = {name: _row(value, row, len(hidden)) for name, value in given.items()}
+                with hook.at(hook.positions[row : row + 1]):
+                    outs.append(a_few_at_once(only))
+        finally:
+            hook.handler = whole
+        return joined([*outs, *outs[-1:] * (len(hidden) - len(outs))], 0)
+
+    def a_few_at_once(given: Mapping[str, Any]) -> Any:
         (b, n), outs = given["hidden_states"].shape[:2], []
         longest = int(hook.positions.max()) + 1
-        for part in slices(n, max(1, SCORES_AT_ONCE // max(1, b * scratch * longest))):
+        for part in slices(n, max(1, SCORES_AT_ONCE // max(1, b * selects.scratch * longest))):
             positions = hook.positions[:, part].to(given["hidden_states"].device)
-            seen = torch.arange(int(positions.max()) + 1, device=positions.device) <= positions[:, None, :, None]
+            tokens = int(positions.max()) + 1
             cut = {name: _cut(value, part, n) for name, value in given.items()}
-            hook.index = IndexCache(layer, hook.handler)
+            if selects.all_angles:
+                cut["position_embeddings"] = tuple(each[:, :tokens] for each in given["position_embeddings"])
+            if cut.get("attention_mask") is None:
+                cut["attention_mask"] = torch.arange(tokens, device=positions.device) <= positions[:, None, :, None]
+            cut[cache] = hook.index = IndexCache(layer, hook.handler)
             try:
                 with hook.at(positions):
-                    outs.append(forward(**{**cut, "attention_mask": seen, cache: hook.index}))
+                    outs.append(forward(**cut))
             finally:
                 hook.index = None
         return joined(outs)
@@ -110,13 +148,15 @@ def _a_few_at_once(hook: Hook, layer: LayerGeometry, module: nn.Module, scratch:
     return run
 
 
-def selected_of(given: Mapping[str, Tensor | None], positions: Tensor, block: int) -> Tensor:
+def selected_of(given: Mapping[str, Any], mask: Tensor | None, positions: Tensor, block: int) -> Tensor:
     """Return the tokens that queries at `positions` [b, n] select: [b, 1 or Hk, n, k], EMPTY for those after them.
 
-    `given` has what the module passes to attention, one of `SELECTIONS`. A query with fewer tokens before it than the
-    selection is given some that it must not see.
+    `given` and `mask` are what the module passes to attention. A query with fewer tokens before it than the selection
+    is given some that it must not see.
     """
-    indices = next(found for name in SELECTIONS if (found := given.get(name)) is not None).long()
+    found = selection_of(given, mask, indexed=True)
+    assert found is not None
+    indices = found.long()
     if indices.dim() == 3:
         indices = indices[:, None]
     if block > 1:
@@ -125,16 +165,24 @@ def selected_of(given: Mapping[str, Tensor | None], positions: Tensor, block: in
     return torch.where(indices <= positions[:, None, :, None], indices, EMPTY)
 
 
-def joined(outs: Sequence[tuple[Any, ...]]) -> Any:
-    """Join the outputs of consecutive tokens, tensors [b, n, ..]; selections of different sizes are filled up."""
+def joined(outs: Sequence[tuple[Any, ...]], axis: int = 1) -> Any:
+    """Join the outputs of consecutive tokens, tensors [b, n, ..], or along another axis; fill smaller selections up."""
     if len(outs) == 1:
         return outs[0]
-    return tuple(_joined(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*outs, strict=True))
+    columns = zip(*outs, strict=True)
+    return tuple(_joined(column, axis) if isinstance(column[0], Tensor) else column[0] for column in columns)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
     widest = max(part.shape[-1] for part in parts)
-    return torch.cat([pad(part, (0, widest - part.shape[-1]), value=EMPTY) for part in parts], 1)
+    return torch.cat([pad(part, (0, widest - part.shape[-1]), value=EMPTY) for part in parts], axis)
+
+
+def _row(value: Any, row: int, rows: int) -> Any:
+    """Take one of the rows of tensors [b, ..], and of tuples of them."""
+    if isinstance(value, tuple):
+        return tuple(_row(item, row, rows) for item in value)
+    return value[row : row + 1] if isinstance(value, Tensor) and len(value) == rows else value
 
 
 def _cut(value: Any, part: slice, length: int) -> Any:

@@ -425,6 +425,10 @@ class PrefillAttention:
         now = self.reading.get(layer) or self._begin(layer, keys)
         return [index_keys(now.kv[:, :, : now.done], self.layers[layer])]
 
+    def apart(self) -> Sequence[PrefillAttention]:
+        """Return this: parts of prompts are read one after another."""
+        return [self]
+
     def _begin(self, layer: int, like: Tensor) -> _LayerReading:
         """Make room for a layer, on the device and in the dtype of `like`, and fill in known KV."""
         # The common part is read once, into rows that all prompts copy. Later layers need what their method may change.
@@ -535,11 +539,13 @@ def prefill_branches(
             embed = partial(embedded_part, hook, tokens, positions)
             hidden = StreamedHiddenStates(parts, embed, hook.devices)
             stack.callback(hidden.close)
-        stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], last, advance, hidden))
+        leaving = None if geometry.reshapes else last
+        stack.enter_context(layer_major(hook, [whole if each else parts for each in at_once], leaving, advance, hidden))
         # A placeholder of the same length stands for hidden states in host memory.
         given = tokens if hidden is None else torch.zeros(*tokens.shape, 1, dtype=hook.model.dtype, device=device)
-        # Of the last layers come only the tokens `last`.
-        logits = hook.run(attention, given, positions, slice(None), states)
+        # Of the last layers come only the tokens `last`, or all of them.
+        keep = slice(None) if leaving else torch.tensor(last, device=device)
+        logits = hook.run(attention, given, positions, keep, states)
     return logits[0]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -172,15 +173,21 @@ def stateful(
 def _stateful(
     forward: Callable[..., Any], argument: str, layer: StateGeometry, current: Callable[[], States | None]
 ) -> Callable[..., Any]:
-    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # hidden_states [b, n, D]
-        states, tokens = current(), hidden_states.shape[1]
+    taken = signature(forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        states, given = current(), taken.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
         if states is None:
-            return forward(hidden_states, *args, **kwargs)
-        kwargs[argument] = cache = states.cache(layer.index)
+            return forward(**given)
+        given[argument] = cache = states.cache(layer.index)
+        name, hidden_states = next(iter(given.items()))  # [b, n, D]
+        tokens = hidden_states.shape[1]
         if tokens == 1 or layer.resumes or not cache.started:
-            out = forward(hidden_states, *args, **kwargs)
+            out = forward(**given)
         else:
-            out = torch.cat([_only(forward(each, *args, **kwargs)) for each in torch.split(hidden_states, 1, 1)], 1)
+            parts = torch.split(hidden_states, 1, 1)
+            out = torch.cat([_only(forward(**{**given, name: part})) for part in parts], 1)
         cache.started = True
         states.done(layer.index, tokens)
         return out

@@ -17,7 +17,7 @@ STEPS = 8
 
 
 @pytest.fixture(
-    scope="module", params=["deepseek_v3", "llama4_images", "qwen3_vl", "gemma4", "gemma3n", "longcat_flash"]
+    scope="module", params=["gpt2", "deepseek_v3", "llama4_images", "qwen3_vl", "gemma4", "gemma3n", "longcat_flash"]
 )
 def model(request, tmp_path_factory):
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))

@@ -238,6 +238,34 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         **_FEW_EXPERTS,
     ),
+    "gpt2": lambda: config_of("GPT2Config"),  # layers under another name, whose output takes the shape of the input
+    "gptj": lambda: config_of("GPTJConfig", rotary_dim=8),  # sines before cosines, tokens before heads
+    "ctrl": lambda: config_of("CTRLConfig"),
+    "dbrx": lambda: config_of(  # a module around the attention has its number, too
+        "DbrxConfig",
+        d_model=HIDDEN,
+        n_heads=HEADS,
+        n_layers=LAYERS,
+        attn_config={"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN},
+    ),
+    "modernbert": lambda: config_of(  # a head that is called decoder
+        "ModernBertDecoderConfig", sliding_window=WINDOW, layer_types=_alternating(_SLIDING, _FULL)
+    ),
+    "zaya": lambda: config_of("ZayaConfig", num_experts=4, router_hidden_size=16, moe_intermediate_size=32),
+    "jetmoe": lambda: config_of(  # experts of queries, which keys are repeated for
+        "JetMoeConfig", kv_channels=HEAD_DIM, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "zamba2": lambda: config_of(  # one attention in several places, of two hidden states
+        "Zamba2Config",
+        layer_types=["mamba", "hybrid", "hybrid", "mamba"],
+        hybrid_layer_ids=[1, 2],
+        mamba_headdim=16,
+        n_mamba_heads=8,
+        num_key_value_heads=HEADS,
+        use_mem_rope=True,
+    ),
+    "bert": lambda: config_of("BertConfig", is_decoder=True),  # layers within an encoder
     "gemma4": lambda: config_of("Gemma4TextConfig", global_head_dim=32, **_SHARED),
     "gemma3n": lambda: config_of(
         "Gemma3nTextConfig",
@@ -258,6 +286,11 @@ _BLOCKS = {"index_n_heads": KV_HEADS, "index_head_dim": HEAD_DIM, "index_block_s
 _HY_V4 = {**EXPERTS, **LATENT, **_INDEX, **_SHARED_INDEX, "q_lora_rank": 24}
 _HY_V4_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _WINDOWED = {**LATENT, "num_attention_heads": HEADS, "q_lora_rank": 24, "head_dim": 16}
+
+_GLM5 = {**EXPERTS, **LATENT, **_INDEX, **_SHARED_INDEX, "q_lora_rank": 24, "qk_rope_head_dim": 0, "hc_mult": 2}
+_GLM5 |= {"layer_types": ["linear_attention", *["indexed_attention"] * 3], "linear_head_dim": 16}
+_GLM5 |= {"linear_num_heads": HEADS, "index_kpool": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+_GLM5 |= {"indexer_types": ["full", "full", "shared", "full"]}
 
 SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v32": lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
@@ -285,6 +318,22 @@ SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
         q_lora_rank=24,
         sliding_window=WINDOW,
         layer_types=_alternating(_SLIDING, "indexed_attention"),
+    ),
+    "glm5_next": lambda: _with_vision("Glm5NextConfig", config_of("Glm5NextTextConfig", **_GLM5), _GRID),
+    "qwen4_exp": lambda: config_of(
+        "Qwen4ExpTextConfig",
+        layer_types=_alternating("linear_attention", "indexed_attention"),
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+        hc_count=2,
+        hc_lowrank=8,
+        indexer_n_heads=16,
+        indexer_kv_heads=1,
+        indexer_head_dim=HEAD_DIM,
+        indexer_budget=12,
+        indexer_compress_ratio=4,
+        **_FEW_EXPERTS,
+        **_DELTA,
     ),
     "minimax_m3": lambda: config_of(
         "MiniMaxM3VLTextConfig",
@@ -314,16 +363,19 @@ def tiny_config(family: str, layers: int = LAYERS) -> PreTrainedConfig:
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """Draw weights that keep activations near one, so that attention is not flat and logits differ."""
     generator = torch.Generator().manual_seed(seed)
+    tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-            if "embed" in name:
+            if weight in tables or ("embed" in name and weight.dim() > 1):
                 weight.copy_(noise)
             elif weight.dim() > 1:
                 gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
                 weight.copy_(noise * gain / weight.shape[-1] ** 0.5)
-            elif "norm" in name:  # ones or zeros would hide a mistake
-                weight.add_(0.1 * noise + (1.0 if "q_norm" in name else 0.0))
+            elif any(
+                part in name.lower() for part in ("norm", "ln_", "scale", "temp")
+            ):  # ones or zeros would hide a mistake
+                weight.add_(0.1 * noise + (1.0 if any(part in name for part in ("q_norm", "temp")) else 0.0))
             else:  # biases and attention sinks, which transformers may have drawn from the global random state
                 weight.copy_(noise if "sinks" in name else 0.1 * noise)
     return model

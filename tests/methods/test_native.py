@@ -12,12 +12,15 @@ from saving import QUESTIONS, TEXT, tokens
 from saving import run as run_saving
 
 from kvcli.bench.doctor import examine_model
+from kvcli.bench.profiler import ProfileRequest, profile
+from kvcli.bench.runs import entries
 from kvcli.capacity import memory
 from kvcli.capacity.workspace import Workspace
+from kvcli.cli.command import compared
 from kvcli.conformance.runs import in_memory, run
 from kvcli.errors import KvcliError
 from kvcli.generate import generate
-from kvcli.inputs.options import DiskOptions
+from kvcli.inputs.options import Compared, DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.kernels.softmax import Softmax
@@ -25,6 +28,8 @@ from kvcli.memory.state import capture
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import ModelSpec
+from kvcli.quality.eval.evaluate import evaluate
+from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.request import GenerationRequest
 from kvcli.runtime import own_selection
 from kvcli.runtime.checkpoint.restoring import Restoring
@@ -35,7 +40,7 @@ from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
 
 PROMPT, STEPS = 78, 16
-SLOTS = {"full": {}, "native": {"slots": 16}}  # a step selects 12 tokens
+SLOTS = {"full": {}, "native": {"slots": 16}}  # a step selects 12 tokens, or 15 with those of a block to be filled
 
 
 def prompt(seed, length=PROMPT):
@@ -50,7 +55,7 @@ def family(request):
     return model, ids, reference[0, PROMPT:].tolist()
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa", "minimax_m3"])
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa", "minimax_m3", "glm5_next"])
 def model(request):
     return tiny_model(request.param)
 
@@ -74,13 +79,13 @@ def test_token_for_token_what_transformers_generates(family, name, chunk, monkey
     assert sequence.token_ids == reference
     for layer in selecting(sequence):
         attended = sequence.method.attended(layer).sum(1)
-        assert 0 < attended.max() <= 12
+        assert 0 < attended.max() <= geometry_of_model(model).layers[layer].selects.tokens <= 15
 
 
 def test_what_the_device_has_is_not_recalled_again(family):
     model, ids, _ = family
     found = {}
-    for slots in (13, 24, 48, 4096):
+    for slots in (16, 24, 48, 4096):
         (sequence,) = run(model, "native", {"slots": slots}, [ids], STEPS)
         layers = [sequence.counters.cache().layers[layer] for layer in selecting(sequence)]
         assert all(each.pages_requested > 0 for each in layers)
@@ -88,7 +93,7 @@ def test_what_the_device_has_is_not_recalled_again(family):
         for layer, each in zip(selecting(sequence), layers, strict=True):
             assert each.bytes_to_device == each.misses * sequence.method.retrieval[layer].pool.block_bytes
     assert list(found.values()) == sorted(found.values(), reverse=True)
-    assert found[13] > found[48]
+    assert found[16] > found[48]
     assert found[4096] == 0
 
 
@@ -132,7 +137,7 @@ def test_scores_are_bounded(monkeypatch):
 @pytest.mark.parametrize("name", SLOTS)
 def test_forks_and_branches(model, name):
     (sequence,) = run(model, name, SLOTS[name], [prompt(7)], 2)
-    method, last = sequence.method, 3
+    method, last = sequence.method, len(sequence.method.caches) - 1
     geometry = geometry_of_model(model).layers[last]
     heads = geometry.selects.heads
     q_channels = geometry.head_dim - geometry.index_channels
@@ -235,6 +240,19 @@ def test_a_chat_a_batch_and_a_plan_take_it_as_well(path, tmp_path):
     assert done.returncode == 0, done.stderr
     plan = json.loads(kvcli("plan", "-m", path, "--context", 500, "--json").stdout)
     assert [each["profile"]["method"] for each in plan["plans"]] == ["full", "native"]
+
+
+def test_comparisons_take_it_as_well(path):
+    spec, variants = ModelSpec(path, device="cpu"), compared(Compared())
+    load = {"contexts": (60,), "steps": 2, "repeat": 1, "warmup": 1}
+    timed = profile(ProfileRequest(spec, entries(variants, ablate=False), **load), Observer())
+    assert [case.label for case in timed.report.cases] == ["full", "native"]
+    length = {"tasks": ["niah_single"], "lengths": [400], "depths": 1, "limit": 1, "max_tokens": 2, "max_length": None}
+    scored = evaluate(EvaluationPlan(spec, variants, **length, sampling=Sampling(max_tokens=2)), Observer())
+    assert [variant.label for variant in scored.variants] == ["full", "native"]
+    named = compared(Compared(method="full,freekv"))
+    with pytest.raises(KvcliError, match="select by themselves"):
+        profile(ProfileRequest(spec, entries(named[1:], ablate=False), **load), Observer())
 
 
 def test_kv_on_a_disk(path, tmp_path):

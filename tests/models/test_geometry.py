@@ -14,10 +14,11 @@ from families import (
     REFUSED,
     VOCAB,
     WINDOW,
+    config_of,
     tiny_config,
     tiny_model,
 )
-from transformers import GPT2Config, RecurrentGemmaConfig
+from transformers import RecurrentGemmaConfig
 
 from kvcli.conformance.runs import run
 from kvcli.errors import ExitCode, KvcliError
@@ -162,24 +163,41 @@ def test_a_model_whose_output_layer_is_not_given_is_refused(monkeypatch):
         geometry_of(tiny_config("llama"), torch.float32)
 
 
-@pytest.mark.parametrize("config", [GPT2Config(n_layer=1, n_embd=32, n_head=2), RecurrentGemmaConfig(**SMALLEST)])
-def test_models_without_rotary_or_learned_positions_are_refused(config):
-    """GPT-2's layers are not where others are, and some of Recurrent Gemma's keep states that no cache holds."""
-    with pytest.raises(KvcliError, match="rotary or learned"):
-        geometry_of(config, torch.float32)
+def test_layers_that_are_given_no_positions_are_refused():
+    """Those of Recurrent Gemma rotate by tables of their own."""
+    with pytest.raises(KvcliError, match="gives its layers no rotary positions"):
+        geometry_of(RecurrentGemmaConfig(**SMALLEST), torch.float32)
 
 
-def test_a_model_with_learned_positions_has_no_others():
-    geometry = geometry_of(tiny_config("opt"), torch.float32)
-    assert geometry.learned_positions
-    assert not any(layer.rope for layer in geometry.layers)
-    assert geometry.beyond_positions(MAX_POSITIONS, "opt") is None
-    with pytest.raises(
-        KvcliError, match=r"4,097 tokens .* are more than the 4,096 positions opt was made for"
-    ) as caught:
-        geometry.beyond_positions(MAX_POSITIONS + 1, "opt")
+def test_several_stacks_of_layers_are_refused():
+    with pytest.raises(KvcliError, match="several stacks of layers"):
+        geometry_of(config_of("HrmTextConfig", num_layers_per_stack=2), torch.float32)
+
+
+def test_what_depends_on_numbers_is_found_on_zeros():
+    """The experts of JetMoE's queries count tokens, which shapes have none of; keys are repeated for each."""
+    geometry = geometry_of(tiny_config("jetmoe"), torch.float32)
+    assert [(layer.num_heads, layer.num_kv_heads) for layer in geometry.layers] == [
+        (2 * KV_HEADS, 2 * KV_HEADS)
+    ] * LAYERS
+    chosen = geometry_of(tiny_config("qwen4_exp"), torch.float32).selects
+    assert (chosen.tokens, chosen.channels, chosen.alone, chosen.all_angles) == (12 + 3, HEAD_DIM, True, True)
+
+
+@pytest.mark.parametrize(("name", "rotary"), [("opt", False), ("gpt2", False), ("ctrl", False), ("gptj", True)])
+def test_a_model_with_a_table_of_positions_has_no_others(name, rotary):
+    geometry = geometry_of(tiny_config(name), torch.float32)
+    assert geometry.ends
+    assert [layer.rope for layer in geometry.layers] == [rotary] * LAYERS
+    assert geometry.beyond_positions(geometry.max_positions, name) is None
+    words = rf"{geometry.max_positions + 1:,} tokens .* are more than the {geometry.max_positions:,} positions {name} "
+    with pytest.raises(KvcliError, match=words) as caught:
+        geometry.beyond_positions(geometry.max_positions + 1, name)
     assert caught.value.exit_code == ExitCode.USAGE
-    assert not geometry_of(tiny_config("gemma4"), torch.float32).learned_positions
+
+
+def test_other_positions_have_no_end():
+    assert not any(geometry_of(tiny_config(name), torch.float32).ends for name in ("gemma4", "gemma3", "jamba"))
 
 
 def test_a_run_beyond_learned_positions_is_refused():
@@ -213,7 +231,8 @@ def test_attention_with_unknown_arguments_is_refused(monkeypatch):
     forward = attention.forward
     monkeypatch.setattr(attention, "forward", lambda self, *args, **kwargs: forward(self, *args, tilt=3, **kwargs))
     monkeypatch.setattr("kvcli.models.layers._with_cache", lambda layer, indexed: [layer.self_attn])
-    monkeypatch.setattr("kvcli.models.layers._parameters", lambda _: {"attention_mask", "position_embeddings"})
+    taken = {"hidden_states", "attention_mask", "position_embeddings"}
+    monkeypatch.setattr("kvcli.models.layers._parameters", lambda _: taken)
     with pytest.raises(KvcliError, match="hands tilt to attention"):
         geometry_of(FAMILIES["llama"](), torch.float32)
 

@@ -30,12 +30,22 @@ _NOT_GROUPED = {"num_key_value_heads": HEADS}
 _GEMMA3N = {**_SHARED, "altup_num_inputs": 2, "laurel_rank": 8}
 _CONVOLUTIONS = ["conv", _FULL] * 2
 
+_DECODER = {"is_decoder": True}  # what is otherwise an encoder
+_DECODERS = ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta")
+_DECODERS += ("roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl")
+_ROTATED = {"rotary_dim": 8}
+_QWEN4 = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "indexer_n_heads": 4, "indexer_kv_heads": 1}
+_QWEN4 |= {"indexer_head_dim": HEAD_DIM, "indexer_budget": 16, "indexer_compress_ratio": 4, "num_experts": 4}
+_QWEN4 |= {"num_experts_per_tok": 2}
+
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "dots3_note", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"), _LATENT),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SHARED),
     **dict.fromkeys(("gemma4", "gemma4_unified"), _WITH_IMAGES),
     **dict.fromkeys(("diffllama", "dots3_note_text"), _NOT_GROUPED),
     "bailing_hybrid": {**_LATENT, "layer_group_size": 2, "num_experts": 4, "head_dim": HEAD_DIM},
+    **dict.fromkeys(("codegen", "gptj"), _ROTATED),
+    **dict.fromkeys(_DECODERS, _DECODER),
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {_FULL: {"rope_type": "default", "rope_theta": 10_000.0}}},
     "dbrx": {**OWN_NAMES, "d_model": HIDDEN, "n_heads": HEADS, "n_layers": LAYERS}
@@ -59,22 +69,29 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     | {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "mimo_v2_flash": {"head_dim": 24, "v_head_dim": HEAD_DIM, "layer_types": _ALTERNATING, "n_routed_experts": 4},
+    "xmod": {**_DECODER, "languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
+    "qwen4_exp": {**OWN_NAMES, "text_config": SIZES | _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 5}
+    | {"n_mamba_heads": 2, "mamba_dt_rank": 4, "head_dim": LEFT_OUT},
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]}
     | {"mamba_headdim": 16, "n_mamba_heads": 8},
 }
 
 RUNS = """
-afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet cohere cohere2
-cohere2_moe cohere_compass_text cwm deepseek_v2 deepseek_v3 deepseek_v32 dots1 dots3_note_text emu3 ernie4_5
-ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n
-gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa
-gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
-hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jamba kimi_linear kolibri1
-laguna lara_mini lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax
-minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moss_transcribe_diarize nanochat nemotron
-nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3
-qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla sarvam_moe seed_oss smollm3
-solar_open stablelm starcoder2 vaultgemma youtu
+afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation biogpt bitnet
+camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3
+deepseek_v32 dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1
+flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified
+gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
+granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
+hy_v4 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3
+llama llama4 llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral
+ministral3 mistral mixtral modernbert-decoder moss_transcribe_diarize nanochat nemotron nemotron_h olmo olmo2 olmo3
+olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe
+qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text roberta roberta-prelayernorm roc_bert
+sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
+zamba zamba2 zaya
 """
 
 REFUSED = {  # words of the message -> types
@@ -86,19 +103,19 @@ REFUSED = {  # words of the message -> types
         big_bird bloom cpmant falcon got_ocr2 gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt rembert
         roformer rwkv trocr xglm xlm
     """,
-    "not a stack of layers": """
-        bert bert-generation blt camembert codegen ctrl data2vec-text dbrx electra ernie git gpt-sw3 gpt2
-        gpt_bigcode gptj hrm_text modernbert-decoder moshi recurrent_gemma roberta roberta-prelayernorm roc_bert
-        xlm-roberta xlm-roberta-xl xlstm xmod
-    """,
+    "not a stack of layers": "xlstm",
+    "gives its layers no rotary positions": "moshi recurrent_gemma",
+    "attention interface": "git",
     "none of its layers attends": "falcon_mamba mamba mamba2",
     "attends several times": "diffllama",
     "a mask of its own": "doge",
     "runs several times a token": "dory inkling2_loop_text inkling2_text",
-    "several modules of a decoder layer": "zaya",
-    "has an unknown form": "deepseek_v4 gemma4_unified_assistant inkling_text jetmoe mllama zamba2",
+    "keeps something else than keys and values": "deepseek_v4 gemma4_unified_assistant",
+    "several stacks of layers": "blt hrm_text",
+    "attends to images": "mllama",
+    "has an unknown form": "inkling_text",
 }
-NO_TINY_CONFIG = "dots3_note gemma4_assistant prophetnet qwen4_exp qwen4_exp_text reformer xlnet zamba"
+NO_TINY_CONFIG = "dots3_note gemma4_assistant prophetnet reformer xlnet"
 """Configs of these types need more than sizes."""
 
 REASONS = {kind: reason for reason, kinds in REFUSED.items() for kind in kinds.split()}

@@ -8,7 +8,7 @@ from kvcli.conformance.models import HYBRIDS, KINDS, WINDOW, tiny_model
 from kvcli.conformance.runs import in_memory, run
 from kvcli.conformance.test_method import AMPLE, SMALL, prompt, settings
 from kvcli.methods import get_method, method_names
-from kvcli.models.geometry import LayerGeometry
+from kvcli.models.geometry import LayerGeometry, attention_modules, geometry_of_model
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 
@@ -25,7 +25,10 @@ def kind(request):
     return tiny_model(request.param)
 
 
-def serves(method, layers):
+def serves(method, model):
+    layers, (attention, *_) = geometry_of_model(model).layers, attention_modules(model)
+    if method.wants_next_query and not (hasattr(attention, "q_proj") or hasattr(attention, "qkv_proj")):
+        return False
     if any(layer.readers for layer in layers) and getattr(method.Config(), "prefill_window", None) is not None:
         return False
     return layers[0].latent is None or method.no_latents is None
@@ -38,7 +41,7 @@ def test_methods_continue_as_transformers_does(kind, names):
     reference = reference[0, TEXT:].tolist()
     assert len(set(reference)) > STEPS / 3, "a reference that repeats itself tests little"
     with engine(in_memory(kind), [TEXT + STEPS]) as ready:
-        methods, names = [], [name for name in names if serves(get_method(name), ready.layers)]
+        methods, names = [], [name for name in names if serves(get_method(name), kind)]
         for name in names:
             method = get_method(name)
             wanted = {**AMPLE, **method.exact}

@@ -36,9 +36,9 @@ from kvcli.kv.cache import both
 from kvcli.memory.tiers import nbytes
 from kvcli.methods import get_method
 from kvcli.methods.contract import AnyMethod
+from kvcli.models.auto import layers_of
 from kvcli.models.dummy import random_model
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
-from kvcli.models.layers import decoder_of
 from kvcli.models.loading import Checkpoint, Model
 from kvcli.models.weights import WeightForm, settle
 from kvcli.runtime.engine import Engine, engine
@@ -290,7 +290,7 @@ def _clocked(model: PreTrainedModel, device: torch.device) -> Iterator[list[floa
     def note(*_: Any) -> None:
         moments.append(_now(device))
 
-    layers: Any = decoder_of(model).layers
+    layers: Any = layers_of(model)
     hooks = [hook(note) for layer in layers for hook in (layer.register_forward_pre_hook, layer.register_forward_hook)]
     try:
         yield moments

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvcli.capacity import memory
+from kvcli.capacity import memory, unnamed
 from kvcli.capacity.disk import disk_for
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.inputs.encoding import encode
 from kvcli.inputs.profiles import refuse_mismatch
 from kvcli.inputs.prompts import Prompt
-from kvcli.inputs.variants import scaled
+from kvcli.inputs.variants import Variant, scaled
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint, text_fingerprint
 from kvcli.quality.eval import suite
@@ -36,6 +36,9 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     """
     observer.stage("load")
     checkpoint = open_checkpoint(plan.model)
+    own = [unnamed.native(each.profile, checkpoint.geometry) for each in plan.variants]
+    both = zip(plan.variants, own, strict=True)
+    plan = replace(plan, variants=[was if now is was.profile else Variant(now.method, None, now) for was, now in both])
     most = min(filter(None, (plan.max_length, checkpoint.geometry.max_positions)), default=None)
     # The text that the chat template adds around a message is part of a prompt's length.
     frame = len(encode(Prompt("frame", "x"), plan.template, checkpoint.tokenizer))

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels.norm_rope import Rotation, add_rms_norm, rms_norm, rotate, silu_mul
-from kvcli.models.layers import decoder_of
+from kvcli.models.auto import layers_of
 from kvcli.runtime.fused import Kernels, Norm, fused_by, gated_of, norm_of, replaced
 
 # Decoder layers that add the attention output within the kernel that normalises the sum for the MLP.
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 def sums_in_norms(model: PreTrainedModel) -> Iterator[None]:
     """Save a kernel in each suitable layer of a model within this context."""
     with ExitStack() as left:
-        for layer in decoder_of(model).layers:  # type: ignore[union-attr]
+        for layer in layers_of(model):
             parts = parts_of(layer)
             norm = None if parts is None else norm_of(parts.before_mlp)
             if parts is not None and norm is not None:
