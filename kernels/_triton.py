@@ -27,7 +27,6 @@ __all__ = [
     "power_of_two",
     "require",
     "require_whole",
-    "round_to_tf32",
     "rows_at_once",
     "same_strides",
     "takes",

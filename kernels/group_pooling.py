@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcli.kernels._triton import jit, launch, power_of_two, tl
 from kvcli.kernels.page_table import SlotLayout, candidate_range
 
-POOL_HEADS, POOL_SCORES = 8, 1024  # query heads that a program reads at once, and scores of all of them per warp
+POOL_HEADS, POOL_SCORES = 8, 4096  # query heads that a program reads at once, and scores of all of them
 NORM_BLOCK = 1024  # blocks of a query head whose maxima and sums a program merges at once
 MANY = 256
 """Blocks of a query head from which their maxima and sums are merged once, by a kernel before the one that pools: each
@@ -168,10 +168,10 @@ def pooled_weights(
     return tl.where(candidate, pooled, float("-inf"))
 
 
-def pooled_at_once(groups: int, entries: int, warps: int = 4) -> dict[str, int]:
+def pooled_at_once(groups: int, entries: int) -> dict[str, int]:
     """Choose how many of a KV head's queries a program pools at once, and of how many entries."""
     block_g = min(POOL_HEADS, power_of_two(groups))
-    return {"BLOCK_G": block_g, "BLOCK_N": min(power_of_two(entries), warps * POOL_SCORES // block_g)}
+    return {"BLOCK_G": block_g, "BLOCK_N": min(power_of_two(entries), POOL_SCORES // block_g)}
 
 
 @jit

@@ -353,7 +353,7 @@ def score_pages(
     if selection is not None and selection.first:
         marks = torch.empty(pairs, num_pages, dtype=torch.int8, device=q.device)
     selected, resident, misses, first = selection or (None, None, None, 0)
-    pool_g, pool_n = pooled_at_once(num_heads // num_kv_heads, num_pages, warps).values()
+    pool_g, pool_n = pooled_at_once(num_heads // num_kv_heads, num_pages).values()
     k = 1 if selected is None else selected.shape[2]
     launch(
         _score_kernel,

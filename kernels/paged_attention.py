@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import (
+    ALL_REGISTERS,
     interpreted,
     jit,
     last_to_arrive,
@@ -347,6 +348,7 @@ def paged_decode_attention(
         BLOCK_M=min(block_d, max(16, MERGED_ELEMENTS // (block_h * block_s))),
         BLOCKS=blocks,
         warps=warps,
+        registers=ALL_REGISTERS if warps == 4 else None,  # there are two programs for a multiprocessor
         # Two tiles in flight; with a page table, whose entries are loads as well, the compiler makes it one, and fp32
         # has no registers to spare.
         stages=3 if rows.resident is None and q.element_size() == 2 and d <= WIDEST else 2,

@@ -163,7 +163,7 @@ MERGED = {"paged_decode_attention-append", "paged_decode_attention-softcap sinks
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in POOLED | MERGED], ids=lambda case: case.name)
 def test_query_heads_and_what_is_pooled_of_them_come_in_several_turns(kernels_take_all, case, monkeypatch):
     monkeypatch.setattr(group_pooling, "POOL_HEADS", 2)
-    monkeypatch.setattr(group_pooling, "POOL_SCORES", 1)
+    monkeypatch.setattr(group_pooling, "POOL_SCORES", 8)
     monkeypatch.setattr(paged_attention, "MERGED", 2)
     monkeypatch.setattr(paged_attention, "MERGED_ELEMENTS", 1)
     assert compare(case, torch.float32, DEVICE, ODD).problem == ""
