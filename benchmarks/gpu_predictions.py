@@ -39,6 +39,7 @@ KERNEL_SECONDS = 2.6e-6  # from the end of a kernel's work to the beginning of t
 BESIDE_LAYERS = 15  # kernels of a step outside its layers: embedding, angles, head, choice of the token, log
 TURNOVER = 0.2  # part of what is selected that a step exchanges, where it stays on the device
 CORRECTED = 0.3  # part of FreeKV's KV heads that wait for their recall
+EXPOSED = {"before": 1.0, "after": CORRECTED, "ahead": 0.0, "borrowed": 0.0}  # part of the recall, by the choice's time
 
 
 def main() -> None:
@@ -96,7 +97,7 @@ def predicted(
         return row | {"kernels_ms": None, "exposed_ms": None, "step_ms": None}
     dense, depth = method.config.leading_dense_layers, geometry.depth
     chain = dense * counts["full"]["chain"] + (depth - dense) * counts[label]["corrected"] + BESIDE_LAYERS
-    attained, exposed = rates(gpu, ATTAINED), {"before": 1.0, "after": CORRECTED, "ahead": 0.0}[plan.when]
+    attained, exposed = rates(gpu, ATTAINED), EXPOSED[plan.when]
     on_device = sum(replace(part, to_device=0, to_host=0).seconds(attained) for part in work.values())
     waited = exposed * work["recall"].seconds(attained) if stays else 0.0
     begun = chain * KERNEL_SECONDS

@@ -167,6 +167,14 @@ def main() -> None:
         layers.append([each["case"], f"{each['context']:,}", f"{each['step_ms']['median']:.2f}", named])
     heads = ["method", "context", "step, ms", f"kernels of {LONG} us or more in a layer, us"]
     table("Kernels of a layer on an H200 (`gpu_layers.json`)", heads, layers)
+    columns = ["ctas", "warps", "instructions", "in_loops", "shuffles", "matrix", "loads_128", "loads_16", "registers"]
+    code = [
+        [f"`{row['kernel']}`", ", ".join(row["methods"]), *(f"{row[name]:,}" for name in [*columns, "spilt"])]
+        for row in rows_of("sass")
+    ]
+    heads = ["CTAs", "warps", "instructions", "in loops", "shuffles", "matrix", "128-bit loads", "16-bit loads"]
+    heads = ["kernel", "methods", *heads, "registers", "bytes spilt"]
+    table("Machine code of the kernels of a layer at 128K, compiled for sm_90 (`sass.json`)", heads, code)
 
 
 def measured_steps() -> dict[tuple[str, int], float]:

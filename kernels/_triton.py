@@ -21,11 +21,12 @@ __all__ = [
     "jit",
     "last_to_arrive",
     "launch",
+    "multiply",
+    "multiply_split",
     "multiprocessors",
     "power_of_two",
     "require",
     "require_whole",
-    "round_to_tf32",
     "rows_at_once",
     "same_strides",
     "takes",
@@ -65,9 +66,24 @@ def last_to_arrive(arrived: tl.tensor, programs: tl.tensor) -> tl.tensor:
 
 
 @jit
-def round_to_tf32(x: tl.tensor) -> tl.tensor:
-    """Round to 10 bits of mantissa, half up; tensor cores would truncate, and sums would be biased."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+def multiply(a: tl.tensor, b: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """Multiply matrices of one type, and sum in fp32; `WIDE` if kernels are `interpreted`."""
+    if WIDE:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
+def multiply_split(a: tl.tensor, b: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """Multiply a, in fp32 and at most about 1, with a matrix of any type, on tensor cores where that is a half one.
+
+    fp16 has 11 bits for a. Of bf16, which has 8, there are two numbers that add up to it: 16 bits.
+    """
+    first = a.to(b.dtype)
+    found = multiply(first, b, WIDE)
+    if b.dtype == tl.bfloat16:
+        found += multiply((a - first.to(tl.float32)).to(tl.bfloat16), b, WIDE)
+    return found
 
 
 def takes(x: Tensor) -> bool:

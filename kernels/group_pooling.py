@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcli.kernels._triton import jit, launch, power_of_two, tl
 from kvcli.kernels.page_table import SlotLayout, candidate_range
 
-POOL_BLOCK = 1024  # scores pooled at once per program
+POOL_HEADS, POOL_SCORES = 8, 4096  # query heads that a program reads at once, and scores of all of them
 NORM_BLOCK = 1024  # blocks of a query head whose maxima and sums a program merges at once
 MANY = 256
 """Blocks of a query head from which their maxima and sums are merged once, by a kernel before the one that pools: each
@@ -129,35 +129,49 @@ def pooled_weights(
     G: tl.constexpr,
     HOW: tl.constexpr,
     HK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ) -> tl.tensor:
     """Pool the softmax of the scores from `leave_scores` over the queries of a KV head, for these entries [N].
 
-    Entries that are no candidates get -inf.
+    Entries that are no candidates get -inf. BLOCK_G queries are read at once, since each read waits for memory.
     """
     part = tl.arange(0, BLOCK_B)
     candidate = (entry >= low) & (entry < high)
     pooled = tl.zeros([BLOCK_N], tl.float32)  # weights are not negative
-    for g in range(G):
+    for first in range(0, G, BLOCK_G):
+        g = first + tl.arange(0, BLOCK_G)
         head = pair.to(tl.int64) * G + g
-        top = tl.load(tops + head * num_blocks + part, mask=part < num_blocks, other=float("-inf"))
-        total = tl.load(totals + head * num_blocks + part, mask=part < num_blocks, other=0.0)
-        highest = tl.max(top, axis=0)
+        read = (g < G)[:, None] & candidate[None, :]
+        score = tl.load(scores + head[:, None] * num_entries + entry[None, :], mask=read, other=float("-inf"))
+        there = (g < G)[:, None] & (part < num_blocks)[None, :]
+        at = head[:, None] * num_blocks + part[None, :]
+        top = tl.load(tops + at, mask=there, other=float("-inf"))
+        total = tl.load(totals + at, mask=there, other=0.0)
+        highest = tl.max(top, axis=1)
         if sinks is not None:
-            sink = tl.load(sinks + pair % HK * G + g).to(tl.float32)
+            sink = tl.load(sinks + pair % HK * G + g, mask=g < G, other=float("-inf")).to(tl.float32)
             highest = tl.maximum(highest, sink)
         highest = tl.where(highest == float("-inf"), 0.0, highest)  # no candidates
-        norm = tl.sum(total * tl.exp(top - highest), axis=0)
+        norm = tl.sum(total * tl.exp(top - highest[:, None]), axis=1)
         if sinks is not None:
             norm += tl.exp(sink - highest)
-        score = tl.load(scores + head * num_entries + entry, mask=candidate, other=float("-inf"))
-        weight = tl.exp(score - highest) / tl.where(norm > 0, norm, 1.0)
-        pooled = tl.maximum(pooled, weight) if HOW == "max" else pooled + weight / G
+        share = 1.0 / tl.where(norm > 0, norm, 1.0)
+        if HOW == "max":
+            pooled = tl.maximum(pooled, tl.max(tl.exp(score - highest[:, None]) * share[:, None], axis=0))
+        else:
+            pooled += tl.sum(tl.exp(score - highest[:, None]) * (share / G)[:, None], axis=0)
     if excluded is not None:
         left_out = tl.load(excluded + pair.to(tl.int64) * num_entries + entry, mask=candidate, other=0)
         pooled = tl.where(left_out != 0, -1.0, pooled)
     return tl.where(candidate, pooled, float("-inf"))
+
+
+def pooled_at_once(groups: int, entries: int) -> dict[str, int]:
+    """Choose how many of a KV head's queries a program pools at once, and of how many entries."""
+    block_g = min(POOL_HEADS, power_of_two(groups))
+    return {"BLOCK_G": block_g, "BLOCK_N": min(power_of_two(entries), POOL_SCORES // block_g)}
 
 
 @jit
@@ -212,6 +226,7 @@ def _pool_kernel(
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HOW: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ) -> None:
@@ -223,7 +238,7 @@ def _pool_kernel(
     entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # fmt: off
     pooled = pooled_weights(scores, tops, totals, excluded, sinks, pair, entry, low, high, num_entries, num_blocks,
-                            G, HOW, HK, BLOCK_N, BLOCK_B)
+                            G, HOW, HK, BLOCK_G, BLOCK_N, BLOCK_B)
     # fmt: on
     tl.store(out + pair.to(tl.int64) * num_entries + entry, pooled, mask=entry < num_entries)
 
@@ -255,28 +270,29 @@ class GroupScores:
         if self.what != "s":
             return
         (b, num_kv_heads, groups, n), rows = self.shape, self.out.shape[1]
-        block_n, tops, totals, blocks = min(POOL_BLOCK, power_of_two(n)), self.tops, self.totals, self.blocks
+        groups = groups * num_kv_heads // rows
+        at_once, tops, totals, blocks = pooled_at_once(groups, n), self.tops, self.totals, self.blocks
         if blocks > MANY:
-            tops, totals = self.out.new_empty(2, b, num_kv_heads, groups, dtype=torch.float32)
+            tops, totals = self.out.new_empty(2, *self.shape[:3], dtype=torch.float32)
             launch(
                 _norm_kernel,
-                (b * num_kv_heads * groups,),
+                (tops.numel(),),
                 *(self.tops, self.totals, tops, totals, heads, blocks),
-                G=groups,
+                G=self.shape[2],
                 BLOCK_B=min(NORM_BLOCK, power_of_two(blocks)),
             )
             blocks = 1
         launch(
             _pool_kernel,
-            (b * rows, -(-n // block_n)),
+            (b * rows, -(-n // at_once["BLOCK_N"])),
             *(self.values, tops, totals, excluded, sinks, lengths, heads, self.out),
             *(n, layout.sink, layout.window),
             *(blocks, num_kv_heads // rows),
             HK=rows,
-            G=groups * num_kv_heads // rows,
+            G=groups,
             SIZE=layout.size,
             GROUP=layout.group,
             HOW=self.how,
-            BLOCK_N=block_n,
             BLOCK_B=power_of_two(blocks),
+            **at_once,
         )

@@ -35,7 +35,15 @@ from kvcli.kernels._triton import (
     takes,
     tl,
 )
-from kvcli.kernels.group_pooling import GroupScores, HeadPooling, Pooling, pool_queries, pool_scores, pooled_weights
+from kvcli.kernels.group_pooling import (
+    GroupScores,
+    HeadPooling,
+    Pooling,
+    pool_queries,
+    pool_scores,
+    pooled_at_once,
+    pooled_weights,
+)
 from kvcli.kernels.page_table import SlotLayout, candidate_range, candidates, nothing_missing, resolve_head
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import Selection, pick, topk_pages_device
@@ -201,6 +209,8 @@ def _score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    POOL_G: tl.constexpr,
+    POOL_N: tl.constexpr,
     PICK_N: tl.constexpr,
 ) -> None:
     block, pair = tl.program_id(0), tl.program_id(1)  # some pages, a KV head of a sequence
@@ -248,12 +258,16 @@ def _score_kernel(
         if last_to_arrive(arrived + pair, BLOCKS):
             scores_of = pair.to(tl.int64) * num_pages
             if WHAT == "s":
-                every = tl.arange(0, PICK_N)
-                # fmt: off
-                weights = pooled_weights(out, tops, totals, None, None, pair, every, low, high, num_pages, BLOCKS,
-                                         G, HOW, HK, PICK_N, BLOCK_B)
-                # fmt: on
-                tl.store(pooled_out + scores_of + every, weights, mask=every < num_pages)
+                stop = num_pages
+                if selected is not None:  # nobody reads the scores of the others
+                    stop = high
+                for start in range(0, stop, POOL_N):
+                    some = start + tl.arange(0, POOL_N)
+                    # fmt: off
+                    weights = pooled_weights(out, tops, totals, None, None, pair, some, low, high, num_pages, BLOCKS,
+                                             G, HOW, HK, POOL_G, POOL_N, BLOCK_B)
+                    # fmt: on
+                    tl.store(pooled_out + scores_of + some, weights, mask=some < num_pages)
                 tl.debug_barrier()
             if selected is not None:
                 table = resident
@@ -339,6 +353,7 @@ def score_pages(
     if selection is not None and selection.first:
         marks = torch.empty(pairs, num_pages, dtype=torch.int8, device=q.device)
     selected, resident, misses, first = selection or (None, None, None, 0)
+    pool_g, pool_n = pooled_at_once(num_heads // num_kv_heads, num_pages).values()
     k = 1 if selected is None else selected.shape[2]
     launch(
         _score_kernel,
@@ -359,6 +374,8 @@ def score_pages(
         BLOCK_D=block_d,
         BLOCK_K=power_of_two(k),
         BLOCK_B=power_of_two(left.blocks),
+        POOL_G=pool_g,
+        POOL_N=pool_n,
         PICK_N=power_of_two(num_pages),
         warps=warps,
         registers=ALL_REGISTERS if d > 128 else None,

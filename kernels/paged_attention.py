@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._triton import (
+    ALL_REGISTERS,
+    interpreted,
     jit,
     last_to_arrive,
     launch,
+    multiply,
+    multiply_split,
     multiprocessors,
     power_of_two,
     require,
     require_whole,
-    round_to_tf32,
     takes,
     tl,
 )
@@ -39,31 +42,38 @@ def merge_states(
     sinks: tl.tensor,
     row: tl.tensor,
     head: tl.tensor,
+    there: tl.tensor,
     out: tl.tensor,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Merge the parts of query head `head`, row `row` in the batch, into `out`; without any keys it is 0."""
+    """Merge the parts of query heads at once, into `out` [N]; one without any keys gets 0.
+
+    `row` [N] counts all query heads of the batch, `head` [N] those of a sequence; only those `there` [N] are merged.
+    """
     split = tl.arange(0, BLOCK_S)
-    at = row.to(tl.int64) * SPLITS + split
-    norm = tl.load(norms + at, mask=split < SPLITS, other=float("-inf"))
-    shift = tl.max(norm, axis=0)
+    at = row.to(tl.int64)[:, None] * SPLITS + split[None, :]
+    inside = there[:, None] & (split < SPLITS)[None, :]
+    norm = tl.load(norms + at, mask=inside, other=float("-inf"))  # [N, BLOCK_S]
+    shift = tl.max(norm, axis=1)
     if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32)
+        sink = tl.load(sinks + head, mask=there, other=float("-inf")).to(tl.float32)
         shift = tl.maximum(shift, sink)
     shift = tl.where(shift == float("-inf"), 0.0, shift)
-    weights = tl.exp(norm - shift)
-    total = tl.sum(weights, axis=0)
+    weights = tl.exp(norm - shift[:, None])
+    total = tl.sum(weights, axis=1)
     if sinks is not None:
         total += tl.exp(sink - shift)
+    weights = weights / tl.where(total > 0, total, 1.0)[:, None]
     for start in range(0, D, BLOCK_D):
         c = start + tl.arange(0, BLOCK_D)
-        inside = (split < SPLITS)[:, None] & (c < D)[None, :]
-        part = tl.load(parts + at[:, None] * D + c[None, :], mask=inside, other=0.0)
-        merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-        tl.store(out + c, merged.to(out.dtype.element_ty), mask=c < D)
+        some = inside[:, :, None] & (c < D)[None, None, :]
+        part = tl.load(parts + at[:, :, None] * D + c[None, None, :], mask=some, other=0.0)
+        merged = tl.sum(part * weights[:, :, None], axis=1)  # [N, BLOCK_D]
+        target = out[:, None] + c[None, :]
+        tl.store(target, merged.to(out.dtype.element_ty), mask=there[:, None] & (c < D)[None, :])
 
 
 @jit
@@ -109,12 +119,13 @@ def _attend_kernel(
     EARLY: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -138,7 +149,7 @@ def _attend_kernel(
     g, c = some * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     in_q = (g < G)[:, None] & (c < D)[None, :]
     queries_at = q + b * q_batch + (h * G + g)[:, None] * q_head
-    queries = tl.load(queries_at + c[None, :], mask=in_q, other=0.0).to(tl.float32)
+    queries = tl.load(queries_at + c[None, :], mask=in_q, other=0.0)
     k += b * kv_batch + h * kv_head
     v += b * kv_batch + h * kv_head
     new_row = tl.full([], -1, tl.int32)
@@ -153,7 +164,7 @@ def _attend_kernel(
     if BLOCK_T:  # channels beyond BLOCK_D, of wide heads that are not a power of two
         t = BLOCK_D + tl.arange(0, BLOCK_T)
         in_tail = (g < G)[:, None] & (t < D)[None, :]
-        queries_tail = tl.load(queries_at + t[None, :], mask=in_tail, other=0.0).to(tl.float32)
+        queries_tail = tl.load(queries_at + t[None, :], mask=in_tail, other=0.0)
         out_tail = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
         if new_k is not None:
             tail_k = tl.load(new_k + b * new_batch + h * new_head + t, mask=t < D, other=0.0)
@@ -174,15 +185,15 @@ def _attend_kernel(
         place = position if IN_PLACE else row
         at = place.to(tl.int64)[:, None] * kv_row + c[None, :]
         inside = seen[:, None] & (c < D)[None, :]
-        keys = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
-        values = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        keys = tl.load(k + at, mask=inside, other=0.0)
+        values = tl.load(v + at, mask=inside, other=0.0)
+        products = multiply(queries, tl.trans(keys), WIDE)
         if BLOCK_T:
             at_tail = place.to(tl.int64)[:, None] * kv_row + t[None, :]
             seen_tail = seen[:, None] & (t < D)[None, :]
-            keys_tail = tl.load(k + at_tail, mask=seen_tail, other=0.0).to(tl.float32)
-            values_tail = tl.load(v + at_tail, mask=seen_tail, other=0.0).to(tl.float32)
-            products += tl.dot(queries_tail, tl.trans(keys_tail), input_precision=PRECISION)
+            keys_tail = tl.load(k + at_tail, mask=seen_tail, other=0.0)
+            values_tail = tl.load(v + at_tail, mask=seen_tail, other=0.0)
+            products += multiply(queries_tail, tl.trans(keys_tail), WIDE)
         scores = capped(products * scale, softcap)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         top = tl.maximum(highest, tl.max(scores, axis=1))
@@ -190,17 +201,15 @@ def _attend_kernel(
         weights = tl.exp(scores - shift[:, None])
         fade = tl.exp(highest - shift)
         total = total * fade + tl.sum(weights, axis=1)
-        if PRECISION == "tf32":
-            weights = round_to_tf32(weights)
-        out = out * fade[:, None] + tl.dot(weights, values, input_precision=PRECISION)
+        out = out * fade[:, None] + multiply_split(weights, values, WIDE)
         if BLOCK_T:
-            out_tail = out_tail * fade[:, None] + tl.dot(weights, values_tail, input_precision=PRECISION)
+            out_tail = out_tail * fade[:, None] + multiply_split(weights, values_tail, WIDE)
         highest = top
     if new_k is not None:
         is_mine = (new_row >= begin) & (new_row < end)
-        product = tl.sum(queries * token_k.to(tl.float32)[None, :], axis=1)  # [BLOCK_G]
+        product = tl.sum(queries.to(tl.float32) * token_k.to(tl.float32)[None, :], axis=1)  # [BLOCK_G]
         if BLOCK_T:
-            product += tl.sum(queries_tail * tail_k.to(tl.float32)[None, :], axis=1)
+            product += tl.sum(queries_tail.to(tl.float32) * tail_k.to(tl.float32)[None, :], axis=1)
         score = capped(product * scale, softcap)
         score = tl.where(is_mine, score, float("-inf"))
         top = tl.maximum(highest, score)
@@ -229,13 +238,18 @@ def _attend_kernel(
     if BLOCK_T:
         tl.store(parts + part[:, None] * D + t[None, :], out_tail / norm_of_all, mask=in_tail)
     if last_to_arrive(arrived + pair * BLOCKS + some, SPLITS):
-        for one in range(some * BLOCK_G, G if BLOCKS == 1 else tl.minimum(G, (some + 1) * BLOCK_G)):
+        stop = G if BLOCKS == 1 else tl.minimum(G, (some + 1) * BLOCK_G)
+        for start in range(some * BLOCK_G, stop, BLOCK_H):
+            one = start + tl.arange(0, BLOCK_H)
             target = attended + b * out_batch + (h * G + one) * out_head
-            merge_states(parts, norms, sinks, pair * G + one, h * G + one, target, D, SPLITS, BLOCK_S, BLOCK_M)
+            merge_states(
+                parts, norms, sinks, pair * G + one, h * G + one, one < stop, target, D, SPLITS, BLOCK_S, BLOCK_M
+            )
 
 
 # Elements of keys held at once per program, and its warps, by the bytes of an element: no registers are spilt.
 BLOCKS = {2: (8192, 4), 4: (2048, 8)}
+MERGED, MERGED_ELEMENTS = 16, 8192  # query heads whose parts are merged at once, at most; numbers of them in registers
 WIDEST = 256  # channels; wider heads (latents) are shared by more query heads than fit into one program
 
 
@@ -305,6 +319,7 @@ def paged_decode_attention(
     splits = _splits(q, b * num_kv_heads * blocks, -(-num_rows // block_n))
     # The counters of KV heads serve only if each has one program per part.
     arrived = rows.counts() if blocks == 1 else rows.lengths.new_zeros(b, num_kv_heads, blocks)
+    block_h, block_s = min(MERGED, power_of_two(groups)), power_of_two(splits)
     parts = torch.empty(b, num_heads, splits, d, dtype=torch.float32, device=q.device)
     norms = torch.empty(b, num_heads, splits, dtype=torch.float32, device=q.device)
     launch(
@@ -323,15 +338,17 @@ def paged_decode_attention(
         EARLY=layout.early,
         IN_PLACE=rows.in_place,
         SPLITS=splits,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # tf32 holds every bit of the half precisions
+        WIDE=interpreted(),
         BLOCK_G=block_g,
         BLOCK_N=block_n,
-        BLOCK_S=power_of_two(splits),
+        BLOCK_S=block_s,
         BLOCK_D=block_d,
         BLOCK_T=block_t,
-        BLOCK_M=min(128, block_d),
+        BLOCK_H=block_h,
+        BLOCK_M=min(block_d, max(16, MERGED_ELEMENTS // (block_h * block_s))),
         BLOCKS=blocks,
         warps=warps,
+        registers=ALL_REGISTERS if warps == 4 else None,  # there are two programs for a multiprocessor
         # Two tiles in flight; with a page table, whose entries are loads as well, the compiler makes it one, and fp32
         # has no registers to spare.
         stages=3 if rows.resident is None and q.element_size() == 2 and d <= WIDEST else 2,

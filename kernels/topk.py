@@ -194,7 +194,7 @@ def pick(
         threshold, room = _threshold(row, names, marks, which, first, low, high, need, ONE, BLOCK_N)
     else:
         threshold, room = _threshold(row, names, None, 0, first, low, high, need, ONE, BLOCK_N)
-    taken, equal = 0, 0
+    taken, equal = 0, 0  # entries that are chosen whatever the ties, and ties
     for start in range(low, high, some):
         entry = start + tl.arange(0, some)
         there = entry < high
@@ -205,19 +205,25 @@ def pick(
         if FIRST:
             mark = tl.load(marks + entry, mask=there, other=-1)
             competes = there & (mark == which)
-        tie = ((own == threshold) & competes).to(tl.int32)
-        chosen = ((own > threshold) & competes) | ((tie == 1) & (equal + tl.cumsum(tie, axis=0) <= room))
+        sure, tie = (own > threshold) & competes, (own == threshold) & competes
         if FIRST:
-            chosen = chosen | (there & (mark > which))  # marked entries that need not compete
-        place = taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            sure = sure | (there & (mark > which))  # marked entries that need not compete
+        # Both are counted in halves of one number: sums over threads are what this takes longest for.
+        both = sure.to(tl.int32) + (tie.to(tl.int32) << 16)
+        upto = tl.cumsum(both, axis=0)
+        ties = equal + (upto >> 16)
+        chosen = sure | (tie & (ties <= room))
+        place = taken + (upto & 0xFFFF) + tl.minimum(ties, room) - 1
         page = entry
         if names is not None:
             page = tl.load(names + entry, mask=chosen, other=-1)
         tl.store(selected + place, page.to(selected.dtype.element_ty), mask=chosen)
         if best is not None:
             tl.store(best + place, tl.load(row + entry, mask=chosen, other=0.0), mask=chosen)
-        taken += tl.sum(chosen.to(tl.int32), axis=0)
-        equal += tl.sum(tie, axis=0)
+        counted = tl.sum(both, axis=0)
+        taken += counted & 0xFFFF
+        equal += counted >> 16
+    taken += tl.minimum(equal, room)
     rest = tl.arange(0, BLOCK_K)
     tl.store(selected + rest, -1, mask=(rest >= taken) & (rest < K))
 

@@ -51,6 +51,11 @@ class NoDevice(TorchFunctionMode):
         name = func.__name__
         if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
             self.from_host.append(name)
+            device = args[0].device if func is torch.Tensor.new_tensor else torch.device(kwargs.get("device") or "cpu")
+            if device.type == "cuda":
+                # torch takes a single number for a constant, and would move it in earnest.
+                made = torch.tensor(args[-1], dtype=kwargs.get("dtype", getattr(args[0], "dtype", None)))
+                return torch.empty(made.shape, dtype=made.dtype, device=device)
         first = args[0] if args else None
         if not (isinstance(first, torch.Tensor) and first.is_cuda):
             return func(*args, **kwargs)
@@ -61,8 +66,6 @@ class NoDevice(TorchFunctionMode):
                 return aten.index_put_(first, [args[1]], args[2])
             target, value = _taken(first, args[1], view=True), args[2]
             return aten.copy_(target, value) if isinstance(value, torch.Tensor) else aten.fill_(target, value)
-        if func is torch.Tensor.new_tensor:
-            return torch.tensor(args[1], dtype=kwargs.get("dtype", first.dtype), device=first.device)
         if func is torch.Tensor.contiguous:
             return first if first.is_contiguous() else aten.clone(first, memory_format=torch.contiguous_format)
         try:

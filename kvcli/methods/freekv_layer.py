@@ -4,6 +4,9 @@ This speculates across layers instead of steps: the pages of a layer are selecte
 had at the same step, scored as FreeKV scores them, and recalled while that layer is still computing. Nothing is
 corrected. InfiniGen projects the hidden states anew for this; here, as in the paper's comparison, the query vector is
 used as it is. The model's first layer selects with its own query.
+
+On a GPU a graph runs the step where all layers have queries of one shape and lie on one device; there the scale of the
+layer before goes with its query.
 """
 
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ from kvcli.kernels.topk import topk_pages
 from kvcli.kv.paged import OffloadedPageCache
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
+from kvcli.methods.step import FromHost, PageBounds, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 
@@ -41,11 +45,23 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
     def __init__(self, config: FreeKVLayerConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)
         self.newest: Tensor | None = None  # [H, d], the query of the previous layer
+        kinds = {(layer.num_heads, layer.head_dim, context.device(at)) for at, layer in enumerate(layers)}
+        self.lends = len(kinds) == 1  # whether every layer's query serves the next layer
 
     def new_cache(self, layer: LayerGeometry) -> OffloadedPageCache:
         """Keep everything in host memory and a budget of pages on the device."""
         shape, pages = (layer.num_kv_heads, layer.head_dim, self.context.capacity), self.config.pages
         return OffloadedPageCache(*shape, pages, self.config.tiers(self.context.tiers))
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan(PageBounds(self.config.pooling), when="borrowed", fetch=FromHost())
+
+    @property
+    @override
+    def stays_in_place(self) -> bool:
+        return super().stays_in_place and self.lends
 
     @override
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -62,7 +78,7 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
         """Select and recall with the query of the previous layer, then attend."""
         if not cache.active:
             return super().retrieve(layer, cache, q, softmax)
-        asked = q if self.newest is None or self.newest.shape != q.shape else self.newest
+        asked = q if self.newest is None or self.newest.shape != q.shape else self.newest.to(q.device)
         with self.span("score", layer):
             scores = page_scores(asked, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
         with self.span("select", layer):

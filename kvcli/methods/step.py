@@ -153,16 +153,16 @@ class StepPlan:
     """A step in the layers of `Method.new_cache`; without an `index` they attend to all that they hold.
 
     `when` is the time of the choice: before attention; or after it, for the next step, except for heads that
-    `correction` names; or a layer ahead, by the query that the layer before predicts. With `varies` the scores decide
-    how many are chosen. `prepare` is made for every layer of a batch and called before all else, to move held keys to
-    other positions. `turn` transforms queries and new keys to the coordinates in which the layer keeps keys. `rounds`
-    rounds new keys and values [b, Hk, d] as the layer stores them, also where nothing has to be chosen. `evict` makes
-    room before attention and looks back after it.
+    `correction` names; or a layer ahead, by the query that the layer before predicts, or by that layer's own query,
+    borrowed. With `varies` the scores decide how many are chosen. `prepare` is made for every layer of a batch and
+    called before all else, to move held keys to other positions. `turn` transforms queries and new keys to the
+    coordinates in which the layer keeps keys. `rounds` rounds new keys and values [b, Hk, d] as the layer stores them,
+    also where nothing has to be chosen. `evict` makes room before attention and looks back after it.
     """
 
     index: Index | None = None
     choose: Rule | None = None  # None: the best scores
-    when: Literal["before", "after", "ahead"] = "before"
+    when: Literal["before", "after", "ahead", "borrowed"] = "before"
     varies: bool = False
     fetch: Fetch = RESIDENT
     correction: Correction | None = None

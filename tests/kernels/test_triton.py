@@ -16,7 +16,7 @@ from kernel_modules import kernel_modules, kernel_names
 from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
 
 from kvcli.conformance.crossed import some
-from kvcli.kernels import _triton, group_pooling, topk
+from kvcli.kernels import _triton, group_pooling, paged_attention, topk
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -153,6 +153,19 @@ def test_references_need_no_triton():
 def test_sums_of_many_blocks_are_merged_before_pooling(kernels_take_all, case, monkeypatch):
     monkeypatch.setattr(group_pooling, "MANY", 1)
     monkeypatch.setattr(group_pooling, "NORM_BLOCK", 2)
+    assert compare(case, torch.float32, DEVICE, ODD).problem == ""
+
+
+POOLED = {"page_scores_device-mean_s", "choose_pages-max_s first", "token_scores_device-mean_s together softcap sinks"}
+MERGED = {"paged_decode_attention-append", "paged_decode_attention-softcap sinks"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in POOLED | MERGED], ids=lambda case: case.name)
+def test_query_heads_and_what_is_pooled_of_them_come_in_several_turns(kernels_take_all, case, monkeypatch):
+    monkeypatch.setattr(group_pooling, "POOL_HEADS", 2)
+    monkeypatch.setattr(group_pooling, "POOL_SCORES", 8)
+    monkeypatch.setattr(paged_attention, "MERGED", 2)
+    monkeypatch.setattr(paged_attention, "MERGED_ELEMENTS", 1)
     assert compare(case, torch.float32, DEVICE, ODD).problem == ""
 
 

@@ -21,12 +21,13 @@ from torch.nn.functional import pad
 
 from kvcli.kernels._numba import compiled, flat, prange, run, serves
 from kvcli.kernels._triton import (
+    interpreted,
     jit,
     launch,
+    multiply,
     power_of_two,
     require,
     require_whole,
-    round_to_tf32,
     rows_at_once,
     takes,
     tl,
@@ -360,6 +361,7 @@ def _one_bit_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BYTES: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_Y: tl.constexpr,
@@ -371,44 +373,43 @@ def _one_bit_kernel(
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
     num_tokens = num_groups * GROUP
     low, high, _ = candidate_range(lengths, b, num_tokens, sink, window, SIZE, TOGETHER)
-    byte, bit, channel = tl.arange(0, BLOCK_Y), tl.arange(0, 8), tl.arange(0, 8 * BLOCK_Y)
+    byte = tl.arange(0, BLOCK_Y)
     ranges += b * ranges_batch + h * ranges_head + group.to(tl.int64) * 2 * D
     codes += b * codes_batch + h * codes_head + group.to(tl.int64) * GROUP * BYTES
     row = tl.arange(0, BLOCK_G)
-    queries = q + b * q_batch + (h * G + row)[:, None] * q_head
+    queries = q + b * q_batch + (h * G + row)[None, :] * q_head
     blocks_of = tl.cdiv(GROUP, BLOCK_R)
     for start in range(0, GROUP, BLOCK_R):
         i = start + tl.arange(0, BLOCK_R)
         token = group * GROUP + i
         candidate = (i < GROUP) & (token >= low) & (token < high)
-        scores, base = tl.zeros([BLOCK_G, BLOCK_R], tl.float32), tl.zeros([BLOCK_G], tl.float32)
-        for y in range(0, BYTES, BLOCK_Y):  # all channels at once would not fit into a warp's registers
-            c = 8 * y + channel
+        there = candidate[:, None] & (byte < BYTES)[None, :]
+        packed = tl.load(codes + i[:, None] * BYTES + byte[None, :], mask=there, other=0).to(tl.int32)
+        scores = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
+        base = tl.zeros([BLOCK_Y, BLOCK_G], tl.float32)
+        for bit in tl.static_range(8):  # one channel of each byte: bits stay where their bytes are
+            c = 8 * byte + bit
             scale = tl.load(ranges + c, mask=c < D, other=0.0).to(tl.float32)
             zero = tl.load(ranges + D + c, mask=c < D, other=0.0).to(tl.float32)
-            inside = (row < G)[:, None] & (c < D)[None, :]
-            query = tl.load(queries + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            inside = (c < D)[:, None] & (row < G)[None, :]
+            query = tl.load(queries + c[:, None], mask=inside, other=0.0).to(tl.float32)
             if WHAT == "q":
                 if HOW == "max":
-                    pooled = tl.max(tl.where((row < G)[:, None], query, float("-inf")), axis=0)
+                    pooled = tl.max(tl.where((row < G)[None, :], query, float("-inf")), axis=1)
                 else:
-                    pooled = tl.sum(query, axis=0) / G
-                query = tl.where((row == 0)[:, None], pooled[None, :], 0.0)
-            base += tl.sum(query * (zero - scale)[None, :], axis=1)
-            weights = 2.0 * query * scale[None, :]
-            there = candidate[:, None] & (y + byte < BYTES)[None, :]
-            packed = tl.load(codes + i[:, None] * BYTES + y + byte[None, :], mask=there, other=0).to(tl.int32)
-            bits = tl.reshape((packed[:, :, None] >> bit[None, None, :]) & 1, [BLOCK_R, 8 * BLOCK_Y])
-            bits = tl.trans(bits.to(tl.float32))
-            # A bit is exact in tf32. Weights made of half precisions are rounded to it, which is finer than these are;
-            # of others, each is split into two such numbers, which keep 22 of its 24 bits.
+                    pooled = tl.sum(query, axis=1) / G
+                query = tl.where((row == 0)[None, :], pooled[:, None], 0.0)
+            base += query * (zero - scale)[:, None]
+            weights = 2.0 * query * scale[:, None]
+            bits = (((packed >> bit) & 1) * 0x3F80).to(tl.int16).to(tl.bfloat16, bitcast=True)  # 0x3F80 is 1 in bf16
+            # Weights made of half precisions are the sum of two numbers of bf16, which keep 16 bits; others of three.
+            first = weights.to(tl.bfloat16)
+            rest = weights - first.to(tl.float32)
+            second = rest.to(tl.bfloat16)
+            scores += multiply(bits, first, WIDE) + multiply(bits, second, WIDE)
             if q.dtype.element_ty == tl.float32:
-                first = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-                scores = tl.dot(first, bits, scores, input_precision="tf32")
-                scores = tl.dot(weights - first, bits, scores, input_precision="tf32")
-            else:
-                scores = tl.dot(round_to_tf32(weights), bits, scores, input_precision="tf32")
-        scores = factor * (scores + base[:, None])
+                scores += multiply(bits, (rest - second.to(tl.float32)).to(tl.bfloat16), WIDE)
+        scores = tl.trans(factor * (scores + tl.sum(base, axis=0)[None, :]))
         block = group * blocks_of + start // BLOCK_R
         here = tl.where(i < GROUP, token, num_tokens)
         num_blocks = num_groups * blocks_of
@@ -418,13 +419,10 @@ def _one_bit_kernel(
         # fmt: on
 
 
-PASS = 8  # bytes of a token at once
-
-
 def _score_blocks(group: int, d: int) -> dict[str, int]:
-    """Choose the compile-time constants of scoring: at least 16 rows and channels, as matrix products need them."""
+    """Choose the compile-time constants of scoring: at least 16 rows and bytes, as matrix products need them."""
     chosen = blocks(group, d)
-    return chosen | {"BLOCK_R": max(16, chosen["BLOCK_R"]), "BLOCK_Y": min(PASS, max(2, chosen["BLOCK_Y"]))}
+    return chosen | {"BLOCK_R": max(16, chosen["BLOCK_R"]), "BLOCK_Y": max(16, chosen["BLOCK_Y"])}
 
 
 def one_bit_scores(q: Tensor, codes: Tensor, ranges: Tensor) -> Tensor:
@@ -500,7 +498,8 @@ def _score(
         TOGETHER=layout.group,
         HOW=how,
         WHAT=what,
-        BLOCK_G=max(16, power_of_two(num_heads // num_kv_heads)),
+        WIDE=interpreted(),
+        BLOCK_G=max(8, power_of_two(num_heads // num_kv_heads)),
         **_score_blocks(group, d),
         warps=2 if what == "q" else 1,
     )

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
-from kvcli.kernels._triton import jit, launch, power_of_two, require, require_whole, takes, tl
+from kvcli.kernels._triton import ALL_REGISTERS, jit, launch, power_of_two, require, require_whole, takes, tl
 from kvcli.kernels.norm_rope import Rotation, at_positions, rotated
 from kvcli.kernels.page_table import Misses, MissList, PagedKV, active, slot_of, slot_of_page
 
@@ -441,5 +441,6 @@ def keep_leaving_chunk(rows: PagedKV, factor: Tensor, rotation: Rotation | None,
         BLOCK_M=block_m,
         BLOCK_R=BLOCK_R,
         BLOCK_D=max(16, min(power_of_two(d), CHUNK_ELEMENTS // block_m)),
+        registers=ALL_REGISTERS,
     )
     return None

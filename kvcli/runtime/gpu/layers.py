@@ -340,11 +340,11 @@ class PlannedLayer:
         return out
 
     def choose_ahead(self, q: Tensor, softmax: Softmax) -> None:
-        """Choose and fetch for the next call, with predicted queries q; nothing waits yet."""
+        """Choose and fetch for the next call, with queries q, predicted or another layer's; nothing waits yet."""
         recalls = self.recalls
         assert recalls is not None
-        begun = self.streams.mark()
-        work = partial(self.bring, q, self.active, recalls.now, softmax)
+        begun, misses = self.streams.mark(), recalls.later if self.plan.when == "borrowed" else recalls.now
+        work = partial(self.bring, q, self.active, misses, softmax)
         self.ahead = Ahead(q, self.streams.submit(self.stream, work, [begun]))
 
     @property

@@ -280,6 +280,7 @@ class SlotPipeline:
             for layer, each in enumerate(slots)
         ]
         self.turned = {layer: self._rotations(layer) for layer in self.predicted}
+        self.borrowing = {layer for layer, each in enumerate(self.layers) if layer and each.plan.when == "borrowed"}
         self.steps = self.read = self.counted = 0  # run; of these read from the device; of these counted
 
     @property
@@ -316,6 +317,8 @@ class SlotPipeline:
         new = NewToken(k[:, :, 0], v[:, :, 0])
         if not same_strides(new.k, new.v):
             new = NewToken(new.k.contiguous(), new.v.contiguous())
+        if layer + 1 in self.borrowing:
+            self.layers[layer + 1].choose_ahead(q[:, :, 0].clone(), softmax)  # which the caller reuses
         return self.layers[layer](q[:, :, 0], new, softmax)[:, None]
 
     @property
