@@ -110,6 +110,17 @@ def all_of(builder: Any, number: Any, count: int) -> Any:
 
 
 @intrinsic
+def ones(_: Any, mask: Any) -> Any:
+    """Count the set bits."""
+    from numba import types
+
+    def count(_: Any, builder: Any, __: Any, given: Any) -> Any:
+        return builder.ctpop(given[0])
+
+    return types.int64(mask), count
+
+
+@intrinsic
 def first_one(_: Any, mask: Any) -> Any:
     """Return the index of the first set bit of a mask that has one."""
     from llvmlite import ir
