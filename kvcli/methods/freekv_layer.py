@@ -15,9 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.group_pooling import Pooling
-from kvcli.kernels.page_scores import page_scores
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.topk import topk_pages
 from kvcli.kv.paged import OffloadedPageCache
 from kvcli.methods.config import HostKVConfig, PagedConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
@@ -70,22 +68,9 @@ class FreeKVLayer(Method[FreeKVLayerConfig, OffloadedPageCache]):
 
     @override
     def attend_to(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
+        if layer in self.retrieval:
+            newest = self.newest if self.newest is not None and self.newest.shape == q.shape else None
+            self.remembered[layer].lent = None if newest is None else newest.to(q.device)
         out = super().attend_to(layer, q, softmax)
         self.newest = q.clone()
         return out
-
-    def retrieve(self, layer: int, cache: OffloadedPageCache, q: Tensor, softmax: Softmax) -> Tensor:
-        """Select and recall with the query of the previous layer, then attend."""
-        if not cache.active:
-            return super().retrieve(layer, cache, q, softmax)
-        asked = q if self.newest is None or self.newest.shape != q.shape else self.newest.to(q.device)
-        with self.span("score", layer):
-            scores = page_scores(asked, cache.summaries.of(cache.candidates), softmax.scale, self.config.pooling)
-        with self.span("select", layer):
-            pages = topk_pages(scores, cache.budget.selected) + cache.candidates.start  # [Hk, k]
-        self.count_selected(layer, pages)
-        with self.span("recall", layer):
-            misses, moved = cache.recall(pages)
-        self.count_recalled(layer, misses, moved, hidden=asked is not q)
-        with self.span("attention", layer):
-            return cache.attend(q, softmax)

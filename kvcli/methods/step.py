@@ -211,6 +211,7 @@ class Remembered:
         self.picked: Picked | None = None  # its choice
         self.read: Read | None = None  # what the last attention read, where some heads may reuse an older choice
         self.ahead: Picked | None = None  # fetched already, for the next attention
+        self.lent: Tensor | None = None  # [H, d], the query of the layer before, which the next attention chooses by
 
 
 class LayerStep(Protocol):
@@ -732,7 +733,9 @@ class Phases(LayerStep):
             return out
         if plan.correction is not None:
             return self._speculate(plan.correction, q)
-        picked, self.kept.ahead = self.kept.ahead or self._choose_and_fetch(q), None
+        lent, self.kept.lent = self.kept.lent, None
+        how = {} if lent is None else {"hidden": True}
+        picked, self.kept.ahead = self.kept.ahead or self._choose_and_fetch(q if lent is None else lent, **how), None
         with self.span("attention"):
             return self._attend_to(picked, q)
 
