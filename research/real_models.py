@@ -80,6 +80,8 @@ class Plan(NamedTuple):
     """None: all."""
     pages: Sequence[int] = (16,)
     """Tokens of a page: methods that choose pages are run with each, the others once."""
+    profiles: str = ""
+    """Settings of methods that are run as well."""
 
 
 class Answers(NamedTuple):
@@ -107,7 +109,7 @@ LEAST_FULL = 50
 """Per cent that full attention answers, below which a task says nothing about methods."""
 
 PLANS = {
-    "smollm2-wide": Plan("smollm2", [4096], [512], fed=128, stretches=1),
+    "smollm2-wide": Plan("smollm2", [4096], [512], fed=128, stretches=1, profiles="vattention-weighted"),
     "smollm2-budgets": Plan("smollm2", [4096], [256, 1024, 128], fed=128, stretches=1),
     "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=128, stretches=1),
     "smollm2-main": Plan("smollm2", [4096], [512, 256], fed=256, stretches=3, methods=MAIN),
@@ -193,6 +195,7 @@ def run(name: str, output: Path) -> None:
         command = ["eval", "-m", model, "--tasks", tasks, "--length", length, "--max-tokens", plan.fed]
         methods = ",".join(methods_of(plan, page))
         command += ["--limit", plan.stretches, "--method", methods, "--budget", budget, "--set", "sink=16"]
+        command += ["--profile", plan.profiles] if plan.profiles else []
         command += ["--set", f"window={budget // 4}", "--set", f"page_size={page}", "--json", "-o", f"{told}.json"]
         command += ["--predictions", f"{told}.jsonl"]
         print(f"{name}: {length:,} tokens, budget {budget:,}, pages of {page}", flush=True)

@@ -44,7 +44,7 @@ LEGEND = {
 
 
 NEEDS = {
-    "A document larger than the device, short answers": "`retroinfer`, `vattention`; with less on the device `freekv`",
+    "A document larger than the device, short answers": "`retroinfer`; with less on the device `freekv`",
     "A short question, a long chain of thought": "`freekv`; `raas`",
     "A slow bus between host and device": "`shadowkv`",
     "KV fits the device, but a step should read less of it": "`quest`, `twilight`; `fier`, `loki`, `tokenselect`",

@@ -15,10 +15,12 @@ the sample as large as a given bound needs; here the budget is given, and the st
 All KV lies in host memory. The device has a budget of tokens, and keys of two bits per channel (`yakv`), which estimate
 all scores: the paper takes any estimate.
 
-Ours: by default (`draw` weighted) chances are proportional to the estimated weights, the mean over the query heads of a
-KV head, up to 1: the tokens that reach 1 are the best ones, and how many these are depends on how spread attention is.
-A part `even` of the chances is the same for all tokens, so that no weight grows without bound where an estimate is too
-small. `draw` uniform is the paper's: a part `heavy` of the places goes to the best tokens, the others are drawn evenly.
+A part `heavy` of the places that are left goes to the best tokens, the others are drawn evenly.
+
+Ours: `draw` weighted (profile `vattention-weighted`) makes chances proportional to the estimated weights, the mean over
+the query heads of a KV head, up to 1: the tokens that reach 1 are the best ones, and how many these are depends on how
+spread attention is. A part `even` of the chances is the same for all tokens, so that no weight grows without bound
+where an estimate is too small.
 Decided: a sample is drawn systematically in the order of the text, for each KV head with one random number from `seed`,
 layer and length; the paper draws independently for each query head. That spreads a sample over the text, and its
 variance is no larger than the formula's as far as neighbours are alike. In the counters one token of one KV head is a
@@ -53,8 +55,8 @@ class VAttentionConfig(HostKVConfig, TokenConfig):
     budget: CountOrShare = setting(2048, "tokens attended per layer and KV head, all included", "tokens", ge=1)
     sink: int = setting(128, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(128, "most recent tokens, always attended", "tokens", ge=0)
-    draw: Literal["weighted", "uniform"] = setting(
-        "weighted", "chances of tokens: weighted by their estimated attention, or uniform beside the best"
+    draw: Literal["uniform", "weighted"] = setting(
+        "uniform", "chances of tokens: uniform beside the best, or weighted by their estimated attention"
     )
     even: float = setting(0.03, "part of the weighted chances that is the same for all tokens", gt=0, le=1)
     heavy: float = setting(0.5, "part of the places that the best tokens take where the draw is uniform", ge=0, lt=1)
@@ -91,10 +93,10 @@ class SampledCache(OffloadedTokenCache[TwoBitIndex]):
 
 
 class VAttention(Method[VAttentionConfig, SampledCache]):
-    """Reads what is certain to matter and a weighted sample of the rest."""
+    """Reads what is certain to matter and a sample of the rest."""
 
     Config = VAttentionConfig
-    title = "the best tokens and a weighted sample of the rest, with an error bound"
+    title = "the best tokens and a random sample of the rest, with an error bound"
     paper = "arXiv 2510.05688"
     long_generation = True
     offloads = True
@@ -103,9 +105,9 @@ class VAttention(Method[VAttentionConfig, SampledCache]):
     true_kv: ClassVar[dict[str, Any] | None] = None
     budget_is_bound = True  # all of it is read, but drawn tokens stand for several ones
     ablation: ClassVar[dict[str, dict[str, Any]]] = {
-        "uniform": {"draw": "uniform"},
-        "a tenth even": {"even": 0.1},
-        "half even": {"even": 0.5},
+        "nothing but a sample": {"heavy": 0.0},
+        "weighted": {"draw": "weighted"},
+        "weighted, half even": {"draw": "weighted", "even": 0.5},
     }
 
     def __init__(self, config: VAttentionConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
