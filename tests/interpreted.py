@@ -81,8 +81,9 @@ def _found_once(find):
     return found
 
 
-def _unwrap(x, unwrap=tl.core._unwrap_if_constexpr, plain=frozenset({int, float, bool, str, tl.tensor, type(None)})):
-    return x if type(x) in plain else unwrap(x)
+def _unwrapped(unwrap):
+    plain = {int, float, bool, str, tl.tensor, type(None)}
+    return lambda x: x if type(x) in plain else unwrap(x)
 
 
 def _broadcast(self, lhs, rhs, broadcast=tl.semantic.TritonSemantic.broadcast_impl_value):
@@ -97,7 +98,7 @@ tl.tensor.__init__ = _once_for(tl.tensor.__init__, _shape_of, _numbers_of)
 tl.block_type.__init__ = _once_for(
     tl.block_type.__init__, _block_of, lambda element_ty, shape: {"element_ty": element_ty}
 )
-tl.core._unwrap_if_constexpr = _unwrap
+tl.core._unwrap_if_constexpr = _unwrapped(tl.core._unwrap_if_constexpr)
 tl.semantic.TritonSemantic.broadcast_impl_value = _broadcast
 interpreter._get_np_dtype = _found_once(interpreter._get_np_dtype)
 

@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-from command import COMMAND, RETRIEVE, assert_refused, environment, kvcli
+from command import RETRIEVE, assert_refused, kvcli
 from families import tiny_checkpoint
 from transformers import AutoTokenizer
 

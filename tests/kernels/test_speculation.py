@@ -63,9 +63,9 @@ def test_a_step_is_that_of_its_phases(pooling, similarity, heads, group, d, n, k
 
 
 def test_a_zero_query_has_no_direction():
-    q, bounds, resident = torch.zeros(2, 4), noise(2, 5, 2, 4), torch.full((2, 2), EMPTY)
+    q, bounds, resident = torch.zeros(2, 16), noise(2, 5, 2, 16), torch.full((2, 2), EMPTY)
     for below, turned in ((0.1, True), (-0.1, False)):
-        found = speculation.speculate(q, noise(2, 4), below, "mean", bounds, 1.0, "mean_s", resident, 0, 5)
+        found = speculation.speculate(q, noise(2, 16), below, "mean", bounds, 1.0, "mean_s", resident, 0, 5)
         assert found.corrected.tolist() == [turned] * 2
         assert found.selected.tolist() == [[0, 1]] * 2  # of equals the lower pages
 
