@@ -5,14 +5,16 @@ Where there is no GPU, Triton kernels are tested under their interpreter, which 
 Signals are tested in commands that inherit what this process does with them; a shell's background jobs ignore Ctrl-C,
 and what `nohup` starts ignores the end of its terminal.
 
-What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests.
+What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests. So do
+the files of the methods, which are listed whenever a method is asked for by its name.
 """
 
 import gc
 import os
 import shutil
 import signal
-from functools import partial
+import sys
+from functools import cache, partial
 
 import pytest
 
@@ -26,6 +28,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish():
+    if (methods := sys.modules.get("kvcli.methods")) is not None:
+        methods.own_method_names, methods.home_of = cache(methods.own_method_names), cache(methods.home_of)
     gc.collect()
     gc.freeze()
 

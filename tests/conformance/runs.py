@@ -1,10 +1,13 @@
 """Runs of a method on a model in memory, without files and console."""
 
-from transformers import PreTrainedModel
+from functools import cache
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcli.capacity.planning.probe import WordlessTokenizer
 from kvcli.methods import get_method
-from kvcli.models.geometry import geometry_of_model
+from kvcli.models.geometry import ModelGeometry, geometry_of, geometry_of_model
 from kvcli.models.loading import Model
 from kvcli.runtime.decode import BlockingStepper, decode
 from kvcli.runtime.engine import engine
@@ -15,9 +18,23 @@ from kvcli.telemetry.timeline import Timeline
 SPARE = 8  # extra tokens of room, for tests that go on by hand
 
 
+class Written(str):
+    """A config as it is written, which says what its model looks like; with the config itself."""
+
+    config: PreTrainedConfig
+
+
+@cache
+def geometry_of_written(written: Written, dtype: torch.dtype) -> ModelGeometry:
+    """Describe models of one form once, however many of them tests make."""
+    return geometry_of(written.config, dtype)
+
+
 def in_memory(module: PreTrainedModel) -> Model:
     """Wrap a transformers model as a loaded checkpoint."""
-    geometry = geometry_of_model(module)
+    written = Written(f"{type(module.config)} {module.config.to_json_string(use_diff=False)}")
+    written.config = module.config
+    geometry = geometry_of_model(module, geometry_of_written(written, module.dtype))
     return Model(module, WordlessTokenizer(), geometry, module.device, module.dtype, "tiny", "dummy")
 
 

@@ -71,7 +71,7 @@ def family(request):
     return model, ids, reference[0, EXACT_PROMPT:].tolist()
 
 
-@pytest.mark.parametrize(("family", "name"), crossed(list(FAMILIES), method_names(), turns=6), indirect=["family"])
+@pytest.mark.parametrize(("family", "name"), crossed(list(FAMILIES), method_names(), turns=9), indirect=["family"])
 def test_ample_budget_is_token_for_token_what_transformers_generates(family, name):
     model, ids, reference = family
     assert len(set(reference)) > EXACT_STEPS / 3, "a reference that repeats itself tests little"
@@ -110,8 +110,7 @@ def on_block_attention(monkeypatch, note):
             monkeypatch.setattr(module, "block_attention", watched)
 
 
-@pytest.mark.parametrize("name", BUDGETED)
-@pytest.mark.parametrize("grouped", GROUPED, indirect=True)
+@pytest.mark.parametrize(("name", "grouped"), crossed(BUDGETED, GROUPED), indirect=["grouped"])
 def test_small_budget_is_respected_and_used(grouped, name, monkeypatch):
     seen, attend = [], Method.attend  # keys attended to by each call of `attend`
 

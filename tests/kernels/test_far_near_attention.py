@@ -9,7 +9,7 @@ from kvcli.kernels import _numba
 from kvcli.kernels.prefill_attention import FarTokens, far_near_attention, one_query, one_query_suits
 from kvcli.kernels.softmax import Softmax
 
-H, HK, D = 6, 2, 16
+H, HK, D = 4, 2, 16
 
 
 def noise(*shape, seed=0):

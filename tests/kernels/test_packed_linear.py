@@ -1,6 +1,7 @@
 """Packed weights against `gguf`'s own unpacking in float64; the Triton form is in `triton_cases`."""
 
 import copy
+from itertools import product
 
 import numpy as np
 import pytest
@@ -78,7 +79,10 @@ def test_unpacked_numbers_are_exactly_those_of_the_format(name, by):
     assert torch.equal(weight.unpack(), wide.float())
 
 
-SEVERAL_ROWS = crossed(list(PACKINGS), [3, MOST_ROWS, MOST_ROWS + 3, 2 * MOST_ROWS + 1], turns=4)
+HELD_BELOW = ("Q4_0", "Q4_1", "Q6_K", "Q8_0")  # with several rows: their loops are compiled for so many
+SEVERAL = [3, MOST_ROWS, MOST_ROWS + 3, 2 * MOST_ROWS + 1]
+SEVERAL_ROWS = crossed([name for name in PACKINGS if name not in HELD_BELOW], SEVERAL, turns=4)
+SEVERAL_ROWS += [pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in product(HELD_BELOW, SEVERAL)]
 
 
 @pytest.mark.parametrize(("name", "rows"), [*((name, 1) for name in PACKINGS), *SEVERAL_ROWS])

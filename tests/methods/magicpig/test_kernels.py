@@ -173,7 +173,7 @@ def test_nothing_collides(least, monkeypatch):
 @pytest.mark.parametrize("least", [1, 1 << 40])
 def test_a_key_that_counts_three_times_is_three_keys(least, monkeypatch):
     monkeypatch.setattr(_numba, "LEAST", least)
-    q, k, v = (torch.randn(2, n, 64) for n in (2, 5, 5))
+    q, k, v = (torch.randn(2, n, 16) for n in (2, 5, 5))
     counts = torch.tensor([3, 1, 0, 2, 1]).expand(2, 2, -1)
     softmax = Softmax(0.1, softcap=2.0)
     out, lse = counted_attention(TokenSet(q, k, v, log_counts=counts.log()), softmax)

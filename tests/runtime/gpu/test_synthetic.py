@@ -12,7 +12,7 @@ from kvcli.runtime.gpu.pipeline import DecisionRates, SlotPipeline
 from kvcli.runtime.gpu.recorder import SerialStreams
 from kvcli.telemetry.counters import Count
 
-H, HK, D, LENGTH, STEPS = 8, 4, 8, 400, 140
+H, HK, D, LENGTH, STEPS = 8, 4, 8, 400, 70
 SETTINGS = {"budget": 128, "sink": 16, "window": 32, "page_size": 8, "dense_layers": 0}
 
 
