@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import sys
-from functools import cache, partial
+from functools import partial
 
 import pytest
 
@@ -28,8 +28,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish():
-    if (methods := sys.modules.get("kvcli.methods")) is not None:
-        methods.own_method_names, methods.home_of = cache(methods.own_method_names), cache(methods.home_of)
     gc.collect()
     gc.freeze()
 

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import pkgutil
 from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeVar
 
@@ -53,12 +54,14 @@ def method_names() -> list[str]:
     return sorted({*own_method_names(), *_registered, *_offered()})
 
 
-def own_method_names() -> list[str]:
+@cache
+def own_method_names() -> tuple[str, ...]:
     """List the methods of this package by their files and folders; names with a leading underscore are not methods."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name for name in names if name not in _SHARED and not name.startswith("_"))
+    return tuple(sorted(name for name in names if name not in _SHARED and not name.startswith("_")))
 
 
+@cache
 def home_of(name: str) -> str:
     """Return the module that holds the class of one of this package's methods, relative to this package."""
     folders = {module.name for module in pkgutil.iter_modules(__path__) if module.ispkg}
