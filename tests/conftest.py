@@ -13,7 +13,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 from functools import partial
 
 import pytest
