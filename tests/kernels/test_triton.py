@@ -169,6 +169,13 @@ def test_query_heads_and_what_is_pooled_of_them_come_in_several_turns(kernels_ta
     assert compare(case, torch.float32, DEVICE, ODD).problem == ""
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in MERGED], ids=lambda case: case.name)
+def test_a_program_of_attention_reads_several_blocks(kernels_take_all, case, dtype, monkeypatch):
+    monkeypatch.setattr(paged_attention, "BLOCKS", {2: (512, 4), 4: (512, 8)})
+    assert compare(case, dtype, DEVICE, ODD).problem == ""
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.kernel is topk.topk_pages_device])
 def test_what_a_program_cannot_hold_is_read_again(kernels_take_all, case, monkeypatch):
     monkeypatch.setattr(topk, "BLOCK", 16 if "long" not in case.name else 8192)
