@@ -10,8 +10,8 @@ from kvcli.capacity.workspace import Workspace
 from kvcli.memory.tiers import Footprint
 from kvcli.models.devices import Place, Placement
 
-# Bytes that a process holds in addition to tensors: libraries' own memory, a tokenizer, compiled loops, allocator slack,
-# thread stacks, a CUDA context. SmolLM2 on a CPU holds 340 to 370 MiB, a third of it the tokenizer and the loops.
+# Bytes that a process holds in addition to tensors: libraries' own memory, a tokenizer, compiled loops, allocator
+# slack, thread stacks, a CUDA context. SmolLM2 on a CPU holds 340 to 370 MiB, of which tokenizer and loops are a third.
 RUNTIME_BYTES = 384 << 20
 
 
