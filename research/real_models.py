@@ -27,6 +27,7 @@ import unicodedata
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, stdev
@@ -100,7 +101,7 @@ ANSWERS = {
         "smollm2",
         2048,
         ("50%", "25%", "12.5%"),
-        ("niah_single", "niah_multikey"),  # of RULER's, those that full attention answers in most documents
+        ("niah_single", "niah_multikey"),  # of RULER's, those that full attention answered in most of four
         documents=25,
         methods="full,streaming,snapkv,expected_attention,quest,freekv,shadowkv,fier,retroinfer",
     )
@@ -256,8 +257,6 @@ def ask(name: str, output: Path) -> None:
 
 def questions(plan: Answers, model: Path) -> Iterator[dict[str, Any]]:
     """Make the plan's rows in the form in which kvpress distributes RULER: the answer is begun for the model."""
-    from functools import partial
-
     from kvcli.models.loading import ModelSpec, open_checkpoint
     from kvcli.quality.eval.suite import count_tokens
     from kvcli.quality.tasks import SEPARATOR, make_row

@@ -5,8 +5,7 @@ Where there is no GPU, Triton kernels are tested under their interpreter, which 
 Signals are tested in commands that inherit what this process does with them; a shell's background jobs ignore Ctrl-C,
 and what `nohup` starts ignores the end of its terminal.
 
-What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests. So do
-the files of the methods, which are listed whenever a method is asked for by its name.
+What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests.
 """
 
 import gc

@@ -66,8 +66,11 @@ def permuted(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, without=(), **spelling):
-    """Write a model's file; its weights become what the file holds. `kinds` has other formats by parts of names."""
+def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, without=(), experts=None, **spelling):
+    """Write a model's file; its weights become what the file holds. `kinds` has other formats by parts of names.
+
+    `experts` are keys that are told otherwise, None for one that is not told.
+    """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -92,9 +95,11 @@ def write(path, model, kind="Q8_0", kinds=None, scaling=None, metadata=None, wit
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+        keys = dict(zip(("expert_count", "expert_used_count", "expert_feed_forward_length"), sizes, strict=True))
+        for key, value in (keys | (experts or {})).items():
+            if value is not None:
+                writer.add_uint32(f"{architecture}.{key}", value)
     for key, value in (metadata or {}).items():
         {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
     write_tokenizer(writer, **spelling)

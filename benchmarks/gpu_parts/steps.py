@@ -294,12 +294,7 @@ def phases(setting: Setting, found: Found) -> Iterator[Rows]:
     cases += [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.3, 1.0)]
     with workshop(setting, setting.shape, [context]) as place:
         products = products_of(place.engine.model.module)
-        for case in cases:
-            if found.has(case.name):
-                continue
-            one = Running(case, place)
-            for _ in range(REPLAYS):
-                one.work()
+        for case, one in replayed(cases, place, found):
             with traced() as replays:
                 for _ in range(REPLAYS):
                     one.work()
@@ -318,6 +313,16 @@ def phases(setting: Setting, found: Found) -> Iterator[Rows]:
             yield [phase_shown({"case": case.name, "context": context, **row}) for row in rows]
 
 
+def replayed(cases: Sequence[StepCase], place: Workshop, found: Found) -> Iterator[tuple[StepCase, Running]]:
+    """Start the cases that are not found yet, one after another, and replay each a few times."""
+    for case in cases:
+        if not found.has(case.name):
+            one = Running(case, place)
+            for _ in range(REPLAYS):
+                one.work()
+            yield case, one
+
+
 TRACED = "streaming", "full", "quest", "shadowkv", "fier", "arkvale", "twilight", "loki", "infinigen", "tokenselect"
 LAYER = 12  # in the middle, counted from 0
 
@@ -331,12 +336,7 @@ def layers(setting: Setting, found: Found) -> Iterator[Rows]:
     cases += [StepCase(name, name, context) for name in TRACED]
     with workshop(setting, setting.shape, [context]) as place:
         products = products_of(place.engine.model.module)
-        for case in cases:
-            if found.has(case.name):
-                continue
-            one = Running(case, place)
-            for _ in range(REPLAYS):
-                one.work()
+        for case, one in replayed(cases, place, found):
             times = in_turn({case.name: (one.work, setting.calls)}, FEW, setting.device, setting.deadline)
             with traced() as replays:
                 one.work()

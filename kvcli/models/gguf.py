@@ -290,7 +290,7 @@ def config_of(path: Path) -> PreTrainedConfig:
         "tensors": {
             name: tensor.kind
             for name, tensor in named.items()
-            if tensor.kind != "F32" and ((len(tensor.shape) == 2 and name.endswith(".weight")) or _of_experts(name))
+            if tensor.kind != "F32" and ((len(tensor.shape) == 2 and name.endswith(".weight")) or ".experts." in name)
         },
     }
     return config
@@ -312,11 +312,17 @@ def _config_values(header: Header) -> dict[str, Any]:
         "pad_token_id": header.of_tokenizer("padding_token_id"),
         "eos_token_id": _ends(header),
     }
-    lacking = [key for key in ("block_count", "embedding_length", "attention.head_count") if not header.of_model(key)]
+    needed = ["block_count", "embedding_length", "attention.head_count"]
+    if architecture in _WITH_EXPERTS:
+        needed += ["expert_count", "expert_used_count", "expert_feed_forward_length"]
+    lacking = [key for key in needed if not header.of_model(key)]
     if lacking:
         raise KvcliError(f"{header.files[0]} does not say {architecture}.{lacking[0]}", _AGAIN)
     if header.of_model("block_count") > len(header.tensors):  # before anything is made of that size
         raise KvcliError(f"{header.files[0]} says {architecture}.block_count {header.of_model('block_count')}", _AGAIN)
+    if header.of_model("expert_used_count", 0) > header.of_model("expert_count", 0):
+        used, count = header.of_model("expert_used_count"), header.of_model("expert_count", 0)
+        raise KvcliError(f"{header.files[0]} says that a token goes to {used} of {count} experts", _AGAIN)
     layers, heads = header.of_model("block_count"), header.of_model("attention.head_count")
     head = header.of_model("attention.key_length", header.of_model("embedding_length") // heads)
     if architecture in ("llama", "qwen3", "qwen3moe", "gemma2", "gemma3"):
@@ -606,11 +612,6 @@ def _named(header: Header) -> dict[str, PackedTensor]:
             tensor = gate._replace(shape=(count, 2 * rows, columns), nbytes=2 * gate.nbytes, then=tensor)
         found[own] = tensor
     return found
-
-
-def _of_experts(name: str) -> bool:
-    """Tell whether a name is that of a weight of experts."""
-    return ".experts." in name
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

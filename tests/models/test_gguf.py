@@ -439,6 +439,21 @@ def test_experts_whose_gate_and_up_are_packed_differently_are_refused(tmp_path):
         config_of(path)
 
 
+@pytest.mark.parametrize(
+    ("told", "refusal"),
+    [
+        ({"expert_count": None}, "does not say qwen3moe.expert_count"),
+        ({"expert_used_count": None}, "does not say qwen3moe.expert_used_count"),
+        ({"expert_feed_forward_length": None}, "does not say qwen3moe.expert_feed_forward_length"),
+        ({"expert_used_count": 7}, "says that a token goes to 7 of 6 experts"),
+    ],
+)
+def test_experts_that_a_header_does_not_describe_are_refused(told, refusal, tmp_path):
+    path = write(tmp_path / "model.gguf", tiny("qwen3_moe"), experts=told)
+    with pytest.raises(KvcliError, match=refusal):
+        config_of(path)
+
+
 def test_experts_of_other_architectures_are_refused(tmp_path):
     path = write(tmp_path / "model.gguf", tiny("llama"), metadata={"llama.expert_count": 8})
     with pytest.raises(KvcliError, match="8 experts"):
