@@ -5,7 +5,8 @@ Where there is no GPU, Triton kernels are tested under their interpreter, which 
 Signals are tested in commands that inherit what this process does with them; a shell's background jobs ignore Ctrl-C,
 and what `nohup` starts ignores the end of its terminal.
 
-What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests.
+What is imported stays: garbage is not looked for in it, neither while it is imported nor after every few tests. Tests
+of streams collect garbage after every layer, which takes half a second where a worker has run a thousand tests before.
 """
 
 import gc
@@ -26,6 +27,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_what_is_left():
     gc.collect()
     gc.freeze()
 
