@@ -322,8 +322,8 @@ def examine_model(spec: ModelSpec) -> Iterator[Check]:
     Raises:
         KvcliError: there is no such model, or its config is broken or out of reach (usage, runtime).
     """
-    config, device = read_config(spec), resolve_device(spec.device)
-    dtype, path = resolve_dtype(spec.dtype, config, device), locate(spec)
+    config, device = read_config(spec, header_only=True), resolve_device(spec.device)
+    dtype, path = resolve_dtype(spec.dtype, config, device), locate(spec, header_only=True)
     form = form_in(config, spec.weights, device, path, dtype=spec.dtype)
     try:
         geometry = describe(config, dtype, form, path)

@@ -188,10 +188,10 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
     from kvcli.models.loading import form_in, locate, read_config, resolve_dtype
 
     spec, device = model.spec(), model.device
-    config = read_config(spec)
+    config = read_config(spec, header_only=True)
 
     def subject_on(place: torch.device, here: bool) -> PlannedRun:
-        path = locate(spec)
+        path = locate(spec, header_only=True)
         form = form_in(config, model.weights, place, path, here, model.dtype)
         return PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, path)
 

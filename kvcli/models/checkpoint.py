@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from safetensors import SafetensorError, safe_open
 from transformers.activations import ACT2FN
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.place import WAY_OUT
 
 # The files of a checkpoint, validated before transformers sees them: config, index, generation settings, weights.
@@ -262,7 +263,7 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
     if caused_by(hub.RepositoryNotFoundError):
         what = f"no directory and no model on the hub called {name}"
         return KvcliError(what, f"{WAY_OUT}; private models need `hf auth login`", ExitCode.USAGE)
-    if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
+    if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, socket.gaierror, ConnectionError):
         if offline or huggingface_hub.constants.HF_HUB_OFFLINE or caused_by(hub.OfflineModeIsEnabled):
             said = "--offline" if offline else "HF_HUB_OFFLINE=1 (an environment variable)"
             hint = f"leave {said} out once to download it, or name a directory"
@@ -270,6 +271,8 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
         return KvcliError(
             f"{name} is not a directory, and the hub cannot be reached", "check the network, or " + WAY_OUT
         )
+    if caused_by(hub.EntryNotFoundError, FileNotFoundError) and ":" in name:
+        return usage_error(f"{name} is not on the hub", "the hub's page of a model lists its files")
     if caused_by(hub.EntryNotFoundError):
         return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", WAY_OUT, ExitCode.USAGE)
     if caused_by(SafetensorError):

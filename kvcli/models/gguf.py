@@ -12,12 +12,14 @@ import mmap
 import re
 import struct
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
 
 import huggingface_hub
@@ -45,6 +47,7 @@ _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _LINE = 64  # bytes of a cache line
 _DIMENSIONS = 4  # of a tensor, at most
+_BLOCK = 1 << 20  # bytes that are asked of the hub at once
 
 
 class PackedTensor(NamedTuple):
@@ -120,7 +123,7 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
 class _Reader:
     """Reads a header; no length is accepted that exceeds the rest of the file."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int):
+    def __init__(self, path: Path, file: BinaryIO | _Copied, size: int):
         self.path, self.file, self.left = path, file, size
 
     def metadata(self) -> dict[str, Any]:
@@ -726,8 +729,10 @@ def _plain(tensor: PackedTensor) -> Tensor:
 # Files in a repository on the hub.
 
 
-def from_hub(name: str, offline: bool) -> Path:
+def from_hub(name: str, offline: bool, header_only: bool = False) -> Path:
     """Find or download REPO:QUANTISATION or REPO:FILE, with all its parts; return the first.
+
+    With `header_only`, files that are not in the local cache are of their size but hold nothing beyond the header.
 
     Raises:
         KvcliError: the repository has no such file, or several (usage); errors of the hub are passed on.
@@ -740,16 +745,54 @@ def from_hub(name: str, offline: bool) -> Path:
         chosen = [each for each in names if wanted.lower() in re.split(r"[-./]", each.lower().removesuffix(".gguf"))]
         chosen = [each for each in chosen if "mmproj" not in each]
         if not chosen:
-            there = ", ".join(sorted(names)[:8]) or "none at all"
-            raise usage_error(f"{repository} has no GGUF file of {wanted}", f"there are: {there}")
+            others = ", ".join(sorted(names)[:8]) or "none at all"
+            raise usage_error(f"{repository} has no GGUF file of {wanted}", f"there are: {others}")
         first = gguf_parts(Path(chosen[0]))[0]
         if any(gguf_parts(Path(each))[0] != first for each in chosen):
             raise usage_error(f"{repository} has several files of {wanted}", f"name one: {repository}:{min(chosen)}")
-    parts = [
-        Path(huggingface_hub.hf_hub_download(repository, str(part), local_files_only=offline))
-        for part in gguf_parts(Path(chosen[0]))
-    ]
-    return parts[0]
+    parts = [str(part) for part in gguf_parts(Path(chosen[0]))]
+    if header_only and not offline and not huggingface_hub.constants.HF_HUB_OFFLINE:
+        there = [_header_from_hub(repository, part) for part in parts]
+    else:
+        there = [Path(huggingface_hub.hf_hub_download(repository, part, local_files_only=offline)) for part in parts]
+    return there[0]
+
+
+@lru_cache(maxsize=64)
+def _header_from_hub(repository: str, name: str) -> Path:
+    """Copy the header of a file, some megabytes for the tokenizer, into a sparse file of the same size."""
+    if isinstance(cached := huggingface_hub.try_to_load_from_cache(repository, name), str):
+        return Path(cached)
+    copy = Path(_headers().name) / repository / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    hub = huggingface_hub.HfFileSystem(skip_instance_cache=True)
+    with hub.open(f"{repository}/{name}", block_size=_BLOCK) as original, copy.open("wb") as file:
+        file.truncate(original.size)
+        reader = _Reader(copy, _Copied(original, file), original.size)
+        deque(reader.tensors(reader.metadata()), maxlen=0)
+    return copy
+
+
+class _Copied(NamedTuple):
+    """A file that is read, and a copy of what was read."""
+
+    original: BinaryIO
+    copy: BinaryIO
+
+    def read(self, count: int) -> bytes:
+        """Read from one, write to the other."""
+        taken = self.original.read(count)
+        self.copy.write(taken)
+        return taken
+
+    def tell(self) -> int:
+        """Return the place of the next byte."""
+        return self.copy.tell()
+
+
+@cache
+def _headers() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="kvcli-headers-")
 
 
 def _listed(repository: str, offline: bool) -> list[str]:

@@ -199,12 +199,12 @@ class Model:
         }
 
 
-def read_config(spec: ModelSpec) -> PreTrainedConfig:
-    """Read the config that `spec` names, without its weights.
+def read_config(spec: ModelSpec, header_only: bool = False) -> PreTrainedConfig:
+    """Read the config that `spec` names, without its weights; `header_only` as for `locate`.
 
     Raises KvcliError: usage if the name is not a supported model, runtime if the file is broken or out of reach.
     """
-    path = locate(spec)
+    path = locate(spec, header_only)
     if _is_gguf(path):
         return config_of(path)
     if path is not None:
@@ -384,8 +384,10 @@ def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> 
     return dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype), torch.bfloat16)
 
 
-def locate(spec: ModelSpec) -> Path | None:
+def locate(spec: ModelSpec, header_only: bool = False) -> Path | None:
     """Find the directory or file that `spec` names, or None for a hub id; a GGUF file on the hub is downloaded.
+
+    With `header_only`, only the file's header is, for a caller that never reads the weights.
 
     Raises:
         KvcliError: there is no such model (usage).
@@ -397,7 +399,7 @@ def locate(spec: ModelSpec) -> Path | None:
         return found
     try:
         with quiet():
-            return from_hub(spec.name, spec.offline)
+            return from_hub(spec.name, spec.offline, header_only)
     except Exception as error:
         raise explain(error, spec.name, spec.offline) from error
 

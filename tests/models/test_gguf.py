@@ -3,11 +3,14 @@ import os
 import random
 import shutil
 import struct
+import threading
 import unicodedata
 import urllib.request
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models import gguf as reading
 from kvcli.models import place
 from kvcli.models.gguf import config_of, read_header, tokenizer_of
-from kvcli.models.loading import ModelSpec, fingerprint, load_model, locate, open_checkpoint
+from kvcli.models.loading import ModelSpec, fingerprint, load_model, locate, open_checkpoint, read_config
 from kvcli.models.place import find
 
 CPU = {"device": "cpu"}
@@ -264,6 +267,69 @@ def test_a_file_on_the_hub_is_named_by_its_quantisation_or_itself(hub, tmp_path)
     with pytest.raises(KvcliError, match="no GGUF file of Q5_0") as caught:
         locate(ModelSpec("org/name:Q5_0"))
     assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """A hub at this machine, with the files of a directory in one repository; gives it and the bytes that it sent."""
+    folder, sent = tmp_path / "served", []
+
+    class Hub(BaseHTTPRequestHandler):
+        def _answer(self, body, status=200):
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            path = urlparse(self.path).path
+            if "/tree/" in path:
+                files = [{"type": "file", "path": f.name, "size": f.stat().st_size} for f in folder.iterdir()]
+                self._answer(json.dumps([each | {"oid": "0" * 40} for each in files]).encode())
+            elif path.startswith("/api/models/"):
+                files = [{"rfilename": each.name} for each in folder.iterdir()]
+                self._answer(json.dumps({"id": "org/name", "sha": "1" * 40, "siblings": files}).encode())
+            elif path.startswith("/org/name/resolve/"):
+                begin, end = map(int, self.headers["range"].removeprefix("bytes=").split("-"))
+                data = (folder / Path(path).name).read_bytes()[begin : end + 1]
+                sent.append(len(data))
+                self._answer(data, 206)
+            else:
+                self._answer(b"{}", 404)
+
+        def log_message(self, *_): ...
+
+    folder.mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        constants, here = reading.huggingface_hub.constants, f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", here)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", here + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield folder, sent
+        server.shutdown()
+        thread.join()
+
+
+def test_only_the_header_of_a_file_on_the_hub_is_fetched_for_a_plan(whole, served, tmp_path, monkeypatch):
+    folder, sent = served
+    monkeypatch.setattr(reading, "_BLOCK", 4096)
+    whole_size = shutil.copy(whole[0], folder / "tiny-Q4_0.gguf").stat().st_size
+    spec = ModelSpec("org/name:Q4_0", **CPU)
+    assert read_config(spec, header_only=True).to_dict() == config_of(whole[0]).to_dict()
+    assert read_header(locate(spec, header_only=True)).tensors.keys() == read_header(whole[0]).tensors.keys()
+    assert 0 < sum(sent) < whole_size / 2
+    assert not list(tmp_path.glob("cache/**/*.gguf"))
+    with pytest.raises(KvcliError, match=r"^org/name:other.gguf is not on the hub$") as caught:
+        locate(ModelSpec("org/name:other.gguf", **CPU), header_only=True)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
+    monkeypatch.setattr(reading.huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(KvcliError, match="the hub cannot be reached"):
+        locate(ModelSpec("org/name:Q4_0", **CPU), header_only=True)
 
 
 def test_offline_a_file_that_is_not_there_is_refused():
