@@ -42,6 +42,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[int, int]
         *("ExpectedAttentionPress", {"n_sink": 4, "epsilon": 0.01}),
         *("expected_attention", {"sink": 4, "window": 0}, (4, 0)),
     ),
+    "KVzip": ("KVzipPress", {"n_sink": 4}, "kvzip", {"sink": 4, "window": 0}, (4, 0)),
 }
 
 
@@ -57,16 +58,34 @@ def keep(output: Path) -> None:
     found = {"ids": ids[0].numpy()}
     for name, (press_name, settings, *_) in PAIRS.items():
         press = getattr(kvpress, press_name)(compression_ratio=1 - KEPT / TOKENS, **settings)
-        scores, score = [], press.score
-        press.score = lambda *given, scores=scores, score=score: scores.append(score(*given)) or scores[-1]
-        with torch.no_grad(), press(model):
-            cache = model(ids, use_cache=True).past_key_values
-        sizes = [layer.keys.shape[2] for layer in cache.layers]
+        if press_name == "KVzipPress":
+            scores = repeated_scores(press, model, tokenizer, ids)
+            sizes = [KEPT] * len(scores)  # its own choice is among all heads and layers together
+        else:
+            scores, score = [], press.score
+            press.score = lambda *given, scores=scores, score=score: scores.append(score(*given)) or scores[-1]
+            with torch.no_grad(), press(model):
+                cache = model(ids, use_cache=True).past_key_values
+            sizes = [layer.keys.shape[2] for layer in cache.layers]
         kept = np.zeros((len(sizes), *scores[0].shape[1:]), bool)
         for layer, (found_scores, size) in enumerate(zip(scores, sizes, strict=True)):
             np.put_along_axis(kept[layer], found_scores[0].topk(size, dim=-1).indices.numpy(), True, -1)
         found[name] = kept
     np.savez_compressed(output, **found)
+
+
+def repeated_scores(press: Any, model: Any, tokenizer: Any, ids: torch.Tensor) -> Any:
+    """Score tokens as KVzipPress does, which cuts nothing then: [layers, 1, Hk, n], sinks highest."""
+    from kvpress.presses import kvzip_press
+
+    found = []
+    press.compress_post = lambda _: found.append(press.score_val.clone())
+    tokenizer.chat_template = None  # else it takes the beginning of the text for that of a chat
+    kvzip_press.AutoTokenizer.from_pretrained = lambda _: tokenizer
+    with torch.no_grad(), press(model):
+        model(input_ids=ids, use_cache=True)
+    found[0][..., : press.n_sink] = torch.inf
+    return found[0]
 
 
 def compare(path: Path) -> Iterator[dict[str, Any]]:
