@@ -615,6 +615,9 @@ class LayerFinder:
         kv, form = (self._kv[place] if place < len(self._kv) else None), "has an unknown form"
         if indexed:
             form = "selects by an index that is not served yet"
+        elif hasattr(kv, "compressed_kv"):
+            what = f"{type(module).__name__} attends to tokens and to entries that several tokens are compressed into"
+            raise refusal(self.model.config, what) from error
         elif kv is not None and type(kv) not in (*_KEYS_AND_VALUES, LinearAttentionLayer):
             form = f"keeps something else than keys and values, a {type(kv).__name__},"
         raise refusal(self.model.config, f"{type(module).__name__} {form} ({error})") from error
