@@ -684,8 +684,10 @@ class LayerFinder:
             self._why_not[module] = f", and attends in a way of its own: {error}"
             del self._seen[before:]
             return False
-        self._by_itself.add(module)
-        return len(self._seen) > before
+        attends = len(self._seen) > before
+        if attends:
+            self._by_itself.add(module)
+        return attends
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
