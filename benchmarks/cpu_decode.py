@@ -16,6 +16,11 @@ All methods beside full attention and beside their floors, by `kvcli profile` wi
 commit's, a few steps of each in turn:
 
     python benchmarks/cpu_decode.py --methods full,fier,shadowkv --against CHECKOUT
+
+A model that selects by itself (DeepSeek V3.2's layers in the same sizes, 1,024 tokens a step), `native` beside `full`:
+what a step costs, how often a selected token is on the device already, and what `kvcli plan` says:
+
+    python benchmarks/cpu_decode.py --indexed
 """
 
 import json
@@ -23,20 +28,22 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from common import RESULTS, arguments, ratios, save, spread
-from random_weights import CONFIG, FREEKV, WARMUP, Run, kvcli_steps, made_up_kv
-from transformers import DynamicCache, LlamaForCausalLM
+from random_weights import CONFIG, FREEKV, INDEXED, WARMUP, Run, kvcli_steps, made_up_kv, stepping
+from transformers import DeepseekV32ForCausalLM, DynamicCache, LlamaForCausalLM
 
 from kvcli.bench.runs import TokenClock
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.layers import cache_argument
 
 HERE = Path(__file__).parents[1]
+SLOTS = (2048, 8192, 32_768)  # tokens of a layer on the device
 STEPS, TURNS = 8, 16  # of a process, while another waits
 REST = 0.2  # seconds before a turn, after which the other process's threads are asleep
 RUNS = {
@@ -175,6 +182,51 @@ def all_methods(methods: list[str], against: Path | None, contexts: list[int], s
     return rows
 
 
+def indexed(contexts: list[int], steps: int, repeats: int) -> list[dict]:
+    """Run `full`, and `native` with several sizes of its cache on the device, in turn at each context."""
+    torch.manual_seed(0)
+    model, rows = DeepseekV32ForCausalLM(INDEXED).eval(), []
+    for context in contexts:
+        sizes = [slots for slots in SLOTS if slots < context] or [SLOTS[0]]
+        runs = {("full", None, False): Run(resolve_profile("full"))}
+        for slots in sizes:
+            profile = resolve_profile("native", overrides={"slots": slots})
+            runs |= {("native", slots, steady): Run(profile, steady) for steady in (False, True)}
+        times: dict[tuple, list[float]] = {key: [] for key in runs}
+        ended = {}
+        for _ in range(repeats):
+            for key, run in runs.items():
+                *_, ended[key] = stepping(run, model, None, context, steps)
+                times[key].append(statistics.median(ended[key].decode_ms[WARMUP:]))
+        for key, sequence in ended.items():
+            method, slots, steady = key
+            cache, taken = sequence.counters.cache(), len(sequence.decode_ms)
+            row: dict = {"context": context, "method": method, "slots": slots, "steady": steady}
+            row |= {"step_ms": spread(times[key]), "over_full": ratios(times[key], times["full", None, False])}
+            row["device_bytes"] = sequence.method.footprint().device
+            row["device_bytes_by_plan"] = row["device_bytes"] / planned(method, slots, context, taken + 1)
+            said = f"{context:>7,} {method} {slots or ''}{' steady' * steady} {row['step_ms']['median']:.1f} ms"
+            said += f", {row['over_full']['median']:.2f}x full, {row['device_bytes'] / 2**20:.0f} MiB on the device"
+            if cache.pages_requested:
+                row["hit_rate"] = 1 - cache.misses / cache.pages_requested
+                row["recalled_a_step"] = cache.bytes_to_device / taken
+                most = sum(each.traffic(context).recalled for each in sequence.method.caches)
+                row["recalled_by_plan"] = row["recalled_a_step"] / most if most else None
+                said += f", {row['hit_rate']:.0%} there, {row['recalled_a_step'] / 2**20:.2f} MiB recalled a step"
+            print(said, flush=True)
+            rows.append(row)
+    return rows
+
+
+def planned(method: str, slots: int | None, context: int, tokens: int) -> int:
+    """Return the bytes on the device that `kvcli plan` expects of a method's caches."""
+    with tempfile.TemporaryDirectory() as folder:
+        INDEXED.save_pretrained(folder)
+        words = ["plan", "-m", folder, "--dtype", "float32", "--method", method, "--context", str(context)]
+        words += ["--max-tokens", str(tokens), *([] if slots is None else ["--set", f"slots={slots}"])]
+        return int(kvcli(HERE, *words)["plans"][0]["memory"]["kv_device"])
+
+
 def commit_of(checkout: Path) -> str:
     """Name the commit that a checkout has."""
     return subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=checkout, text=True).strip()
@@ -190,8 +242,13 @@ def main() -> None:
     parser.add_argument(
         "--against", type=Path, metavar="DIR", help="with --methods: another checkout, whose steps are taken in turn"
     )
+    parser.add_argument("--indexed", action="store_true", help="native beside full, on a model that selects by itself")
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write, by default the committed one")
     args = parser.parse_args()
+    if args.indexed:
+        rows = indexed(args.contexts, args.steps, args.repeats)
+        save(args.output or RESULTS / "cpu_indexed.json", {"model": INDEXED.to_diff_dict(), "rows": rows})
+        return
     if args.methods is not None:
         if "full" not in args.methods.split(","):
             parser.error("--methods lacks full, which the others are held against")

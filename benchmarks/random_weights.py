@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DeepseekV32Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcli.capacity.planning.probe import RandomKV, WordlessTokenizer
 from kvcli.inputs.profiles import Profile, resolve_profile
@@ -27,6 +27,26 @@ CONFIG = LlamaConfig(
     num_attention_heads=8,
     num_key_value_heads=4,
     max_position_embeddings=131_072,
+)
+INDEXED = DeepseekV32Config(  # the same sizes, with latents, and an index by which each layer selects 1,024 tokens
+    vocab_size=32_000,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    kv_lora_rank=256,
+    q_lora_rank=256,
+    qk_rope_head_dim=32,
+    qk_nope_head_dim=64,
+    v_head_dim=64,
+    head_dim=32,
+    index_n_heads=8,
+    index_head_dim=64,
+    index_topk=1024,
+    first_k_dense_replace=8,
+    max_position_embeddings=131_072,
+    tie_word_embeddings=False,
 )
 FREEKV = resolve_profile("freekv", overrides={"budget": 1024, "sink": 128, "window": 128})
 WARMUP = 2
@@ -71,7 +91,7 @@ def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps
 
 
 @torch.inference_mode()
-def stepping(run: Run, model: LlamaForCausalLM, kv: list | None, context: int, steps: int) -> Iterator[RunningSequence]:
+def stepping(run: Run, model: PreTrainedModel, kv: list | None, context: int, steps: int) -> Iterator[RunningSequence]:
     """Take a step of kvcli's loop with a method whenever the next item is asked for: the sequence.
 
     Without `kv`, the method is also shown queries of the prompt, which some choose by.

@@ -55,6 +55,19 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def indexed_row(row: dict[str, Any]) -> list[str]:
+    """Write a row of `cpu_indexed.json`: the last columns are empty where everything is on the device."""
+    run = [f"{row['context']:,}", f"`{row['method']}`"]
+    taken = [f"{row['step_ms']['median']:.1f}", said(row["over_full"])]
+    held = [f"{row['device_bytes'] / 2**20:.1f}", f"{row['device_bytes_by_plan']:.2f}x"]
+    if not row["slots"]:
+        return [*run, "", "", *taken, *held, "", "", ""]
+    most = row["recalled_by_plan"]
+    recalled = [f"{row['recalled_a_step'] / 2**20:.2f}", "" if most is None else f"{most:.2f}x"]
+    queries = SIMILARITY["steady" if row["steady"] else "turning"]
+    return [*run, f"{row['slots']:,}", queries, *taken, *held, f"{row['hit_rate']:.0%}", *recalled]
+
+
 def main() -> None:
     """Print all tables."""
     runs = {"full": "full", **SIMILARITY}
@@ -102,6 +115,11 @@ def main() -> None:
             "peak GB",
         ]
         table("The same GGUF file in several programs, on a CPU (`peers_cpu.json`)", heads, peers)
+    if (RESULTS / "cpu_indexed.json").exists():
+        indexed = [indexed_row(row) for row in rows_of("cpu_indexed")]
+        heads = ["context", "method", "tokens on the device", "queries", "step, ms", "over full"]
+        heads += ["MiB on the device", "over plan", "hits", "MiB recalled a step", "over plan's most"]
+        table("A model that selects by itself, on a CPU (`cpu_indexed.json`)", heads, indexed)
     rows = rows_of("cpu_methods")
     contexts = sorted({row["context"] for row in rows})
     found = {(row["method"], row["context"]): row for row in rows}

@@ -79,6 +79,14 @@ def can_set_attention(model: Any) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+def set_attention(model: Any, name: str) -> None:
+    """Set a model's attention; where the model does not ask for one, this only decides how it makes masks."""
+    if can_set_attention(model):
+        model.set_attn_implementation(name)
+    else:
+        model.config._attn_implementation = name
+
+
 def auto_class(auto: Any, config: type, model: type) -> Any:
     """Derive one of transformers' auto classes that makes a model of class `model` from such a config."""
     return type(auto.__name__, (auto,), {"_model_mapping": {config: model}})

@@ -49,6 +49,8 @@ def _obstacle(profile: Profile, checkpoint: Checkpoint, watching: str | None, ke
         return f"{watching} {_IN_PHASES[watching]}"
     if checkpoint.geometry.selects is not None:
         return "layers that select by themselves are served by the blocking pipeline alone"
+    if checkpoint.geometry.by_itself:
+        return "modules that attend by themselves are served by the blocking pipeline alone"
     form = checkpoint.geometry.form
     if checkpoint.device.type == "cuda" and form is not None and not (form.captured or form.widened):
         return f"a CUDA graph cannot hold the products with {form.name} weights"

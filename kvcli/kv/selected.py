@@ -22,18 +22,29 @@ from kvcli.models.geometry import LayerGeometry
 
 def with_index(index: Tensor, k: Tensor, v: Tensor, layer: LayerGeometry) -> tuple[Tensor, Tensor]:
     """Put index keys [b, n, c] in front of k and v [b, Hk, n, d]; return both, now [.., head_dim] wide."""
-    (b, n, c), heads, width = index.shape, layer.num_kv_heads, layer.index_channels
-    shares = pad(index, (0, layer.parts * heads * width - c)).view(b, n, layer.parts, heads, width)
-    first, *second = shares.permute(2, 0, 3, 1, 4)  # [b, Hk, n, width] each
+    first, *second = _shares(index, layer)
     with_keys = torch.cat((first, k), -1)
     return with_keys, torch.cat((second[0], v), -1) if second else with_keys
 
 
+def _shares(index: Tensor, layer: LayerGeometry) -> Tensor:
+    """Cut index keys [b, n, c] into shares [t, b, Hk, n, width]."""
+    (b, n, c), heads, width = index.shape, layer.num_kv_heads, layer.index_channels
+    return pad(index, (0, layer.parts * heads * width - c)).view(b, n, layer.parts, heads, width).permute(2, 0, 3, 1, 4)
+
+
 def index_keys(kv: Tensor, layer: LayerGeometry) -> Tensor:
-    """Return the index keys [n, c] of tokens with kv [t, Hk, n, at least the index channels]."""
+    """Return the index keys [n, c] of tokens with kv [t, Hk, n, at least the index channels]; a view if it can be."""
     assert layer.selects is not None
     shares = kv[..., : layer.index_channels].permute(2, 0, 1, 3)  # [n, t, Hk, width]
     return shares.flatten(1)[:, : layer.selects.channels]
+
+
+def with_new_keys(kv: Tensor, length: int, new: Tensor, layer: LayerGeometry) -> Tensor:
+    """Return the index keys [length + m, c] of the first tokens of kv and of `new` ones [m, c], written behind them."""
+    end = length + len(new)
+    kv[:, :, length:end, : layer.index_channels] = _shares(new[None], layer)[:, 0]
+    return index_keys(kv[:, :, :end], layer)
 
 
 class SelectingCache(LayerCache):
@@ -44,8 +55,8 @@ class SelectingCache(LayerCache):
     """[1 or Hk, k] tokens of the last step, EMPTY for none."""
 
     @abstractmethod
-    def index(self) -> Tensor:
-        """Return the index keys of all tokens so far: [length, c]."""
+    def index(self, new: Tensor) -> Tensor:
+        """Return the index keys of all tokens so far and of `new` ones [n, c], which come next: [length + n, c]."""
 
     @override
     def attended(self) -> Tensor:
@@ -66,8 +77,8 @@ class ResidentSelectingCache(SelectingCache, DenseCache):
         self.layer = layer
 
     @override
-    def index(self) -> Tensor:
-        return index_keys(self.kv[:, :, : self.length], self.layer)
+    def index(self, new: Tensor) -> Tensor:
+        return with_new_keys(self.kv, self.length, new, self.layer)
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:

@@ -22,7 +22,7 @@ from kvcli.kernels.page_table import EMPTY
 from kvcli.kernels.selected_attention import selected_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache, LayerCache, Tiers, both
-from kvcli.kv.selected import SelectingCache, index_keys, selection_traffic
+from kvcli.kv.selected import SelectingCache, selection_traffic, with_new_keys
 from kvcli.memory.host_pool import HostPagePool, page_pool
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
@@ -59,8 +59,8 @@ class RecalledCache(SelectingCache):
         self.clock = 0
 
     @override
-    def index(self) -> Tensor:
-        return index_keys(self.keys[:, :, : self.length], self.layer)
+    def index(self, new: Tensor) -> Tensor:
+        return with_new_keys(self.keys, self.length, new, self.layer)
 
     @override
     def share(self, other: LayerCache, tokens: int) -> None:

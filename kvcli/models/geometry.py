@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvcli.compat import can_set_attention
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.auto import layers_of, model_class
 from kvcli.models.checkpoint import StoredTensor, quiet
@@ -106,6 +105,11 @@ class ModelGeometry:
         return len(self.decoder)
 
     @property
+    def by_itself(self) -> bool:
+        """Whether modules attend by themselves."""
+        return any(layer.by_itself for layer in self.layers)
+
+    @property
     def selects(self) -> OwnSelection | None:
         """What the first of the layers that select by themselves selects; None if there are none."""
         return next((layer.selects for layer in self.layers if layer.selects is not None), None)
@@ -164,7 +168,7 @@ def geometry_of(
         hidden_size=text.hidden_size,
         intermediate_size=max(wide) if isinstance(wide, list) else wide,  # a list has one for each layer
         vocab_size=text.vocab_size,
-        max_positions=positions_of(text),
+        max_positions=found.bias_positions or positions_of(text),
         weight_bytes=_as_stored(model, held, form, stored) or sum((dense | held).values()),
         parts=_parts(model, text, found.decoder, held),
         ends=found.ends,
@@ -311,8 +315,6 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMod
             "check the sizes in config.json",
             ExitCode.USAGE,
         ) from error
-    if not can_set_attention(model):
-        raise refusal(config, "its attention cannot be replaced (it does not use transformers' attention interface)")
     return model
 
 

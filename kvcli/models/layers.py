@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +31,13 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvcli.compat import exporting
+from kvcli.compat import can_set_attention, exporting, set_attention
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import angles_at, decoder_of, layers_of, rotary_of
 from kvcli.models.checkpoint import quiet
 from kvcli.models.latent import Latent, compressed
+from kvcli.models.own_attention import BIASES, run_noted
+from kvcli.models.own_attention import NAME as OWN
 
 # The cache given to a module of transformers for its state alone, of a convolution or of a recurrence.
 
@@ -175,6 +177,7 @@ class UseOf(TorchFunctionMode):
 
 
 _PROBE = "kvcli_probe"
+_TWO = 2  # tokens
 _FEW = 16  # tokens
 _MANY = 1 << 20  # more tokens than a model's own selection has
 _SOME = 26_879  # the same where the tokens have numbers: all but one of a whole number of blocks, of most sizes
@@ -234,7 +237,8 @@ class LayerGeometry:
     latent attention all query heads share one head, whose keys, which are also its values, end in a `latent` of that
     many channels; the other channels are rotary. A layer that `selects` by itself keeps the keys of its index as well:
     they are the first `index_channels` of the `head_dim` of every part of a token. `readers` later layers have no KV of
-    their own and attend to that of this one.
+    their own and attend to that of this one. A module that attends `by_itself` is understood by its operations
+    (`kvcli.models.own_attention`).
     """
 
     index: int
@@ -247,6 +251,7 @@ class LayerGeometry:
     latent: int | None = None
     selects: OwnSelection | None = None
     readers: int = 0
+    by_itself: bool = False
 
     @property
     def index_channels(self) -> int:
@@ -377,6 +382,8 @@ class LayerFinder:
         self._trials: dict[type[nn.Module], _Trial] = {}  # how modules of a class run
         self._seen: list[_Attended] = []  # every attention
         self._keeping: set[nn.Module] = set()  # modules that keep a state
+        self._by_itself: set[nn.Module] = set()  # modules that attend themselves
+        self._why_not: dict[nn.Module, str] = {}  # what is not understood of other modules
         self._keys: list[Tensor] = []  # of each layer that keeps KV, by which later ones that read it are recognised
         self._passed: dict[Any, Any] = {}  # what layers pass on to later ones
         self._alike: dict[Any, tuple[dict[str, Tensor], bool, Callable[[int], int]]] = {}  # modules of one form
@@ -387,9 +394,13 @@ class LayerFinder:
             self._kv = DynamicCache(config=model.config).layers
         except Exception as error:
             raise refusal(model.config, f"transformers knows no key and value cache for it ({error})") from error
-        AttentionInterface.register(_PROBE, self._attention)
-        model.set_attn_implementation(_PROBE)
+        self._asks = can_set_attention(model)  # whether the modules ask for attention, or some attend themselves
+        for name in (_PROBE, OWN):
+            AttentionInterface.register(name, self._attention)
+        set_attention(model, _PROBE if self._asks else OWN)
         decoder, layers = decoder_of(model), layers_of(model)
+        self._given = {} if self._asks else self._given_first(layers)
+        self.biases = {name: self._given[name] for name in BIASES if self._given.get(name) is not None}
         inside = {*(decoder if getattr(decoder, "layers", None) is layers else layers).modules()}
         if any(hasattr(each, "layer_idx") and each not in inside for each in decoder.modules()):
             raise refusal(model.config, "its decoder has several stacks of layers")
@@ -406,6 +417,7 @@ class LayerFinder:
                 reader = None if self._read is None else Reader(attention.pop(), self._read)
                 self.decoder.append(DecoderLayer(tuple(attention), next(iter(state), None), reader))
         self.ends, self.reshapes = self._around(layers) if self._rotary is None else (self._rotary_ends(), False)
+        self.ends |= self.bias_positions is not None
         self._check(rotary)
 
     def _check(self, rotary: nn.Module | None) -> None:
@@ -420,9 +432,31 @@ class LayerFinder:
             raise refusal(self.model.config, reason)
         if not self.layers:
             raise refusal(self.model.config, "its decoder is not a stack of layers that attend")
-        if rotary is None and not self.states and not self.ends:
+        if rotary is None and not self.states and not self.ends and not self.biases:
             reason = "its decoder gives its layers no rotary positions, and has no table of positions"
             raise refusal(self.model.config, reason)
+
+    @property
+    def bias_positions(self) -> int | None:
+        """Return how many positions the bias of keys has, None if it has those of all tokens that there are (two)."""
+        return next((bias.shape[-1] for bias in self.biases.values() if bias.shape[-1] != _TWO), None)
+
+    def _given_first(self, layers: nn.ModuleList) -> dict[str, Any]:
+        """Return what the decoder gives the first module that may attend, for two tokens, by the names of arguments."""
+        given: dict[str, Any] = {}
+        for module in [each for layer in layers[:1] for each in _with_cache(layer, False)][:1]:
+            taken = signature(module.forward)
+
+            def leave(*args: Any, taken: Signature = taken, **kwargs: Any) -> None:
+                given.update(taken.bind(*args, **kwargs).arguments)
+                raise InterruptedError
+
+            module.forward = leave
+            ids = torch.zeros(1, _TWO, dtype=torch.long, device="meta")
+            with suppress(Exception):  # modelling code raises anything
+                self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            del module.forward  # back to the method of the class
+        return given
 
     def _around(self, layers: nn.ModuleList) -> tuple[bool, bool]:
         """Run the model without its layers on two tokens, one of which leaves them: return `ends` and `reshapes`."""
@@ -474,17 +508,17 @@ class LayerFinder:
         if "cross_attention_states" in _parameters(module):
             raise refusal(self.model.config, f"{type(module).__name__} attends to images, not to the tokens before")
         before, state, self._selects = len(self._seen), self._new_state(module), False
+        if any(each.module in {*module.modules()} - {module} for each in self._seen):  # it is around one that attends
+            return None, None
         rope = self._run(place, module, 1, state, tree_leaves)
         if len(self._seen) > before + 1:
             raise refusal(self.model.config, f"{type(module).__name__} attends several times")
         within = not self._keeping.isdisjoint(module.modules())
         attends, tensors = len(self._seen) > before, {} if within else state.tensors()
-        if attends and self._seen[-1].module is not module:  # one within it does (DBRX)
-            self._seen.pop()
-            return None, None
         if attends:
             layer = self._attends(place, module, rope)
             if layer is not None:
+                layer = replace(layer, by_itself=module in self._by_itself)
                 key = self._seen[-1].key
                 if self._selects and self._selected is not None:
                     block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
@@ -507,7 +541,8 @@ class LayerFinder:
             if not attends:
                 self._alike[form] = found
         if not attends and not tensors and not within:
-            raise refusal(self.model.config, f"{type(module).__name__} does not use transformers' attention interface")
+            what = f"{type(module).__name__} does not use transformers' attention interface"
+            raise refusal(self.model.config, what + self._why_not.get(module, ""))
         return (module if attends else None, module if tensors else None)
 
     def _attends(self, place: int, module: nn.Module, rope: bool) -> LayerGeometry | None:
@@ -580,6 +615,9 @@ class LayerFinder:
         kv, form = (self._kv[place] if place < len(self._kv) else None), "has an unknown form"
         if indexed:
             form = "selects by an index that is not served yet"
+        elif hasattr(kv, "compressed_kv"):
+            what = f"{type(module).__name__} attends to tokens and to entries that several tokens are compressed into"
+            raise refusal(self.model.config, what) from error
         elif kv is not None and type(kv) not in (*_KEYS_AND_VALUES, LinearAttentionLayer):
             form = f"keeps something else than keys and values, a {type(kv).__name__},"
         raise refusal(self.model.config, f"{type(module).__name__} {form} ({error})") from error
@@ -594,6 +632,7 @@ class LayerFinder:
         trial: _Trial,
     ) -> bool:
         dtype, angles, device, cache.indexed = self.model.dtype, None, trial.device, trial.indexed
+        tokens = tokens if self._asks else _TWO
         taken = _parameters(module)
         if self._rotary is not None and "position_embeddings" in taken:
             layer_type = layer_type_of(self._rotary, self.text, place)
@@ -621,11 +660,34 @@ class LayerFinder:
                 given["prev_topk_indices"] = torch.zeros_like(self._selected, device=device)
         named = {name: value for name, value in given.items() if name in taken}
         with UseOf(watched(angles)) as use:
-            if device == "meta":
+            if not self._asks and self._notes(module, named):
+                pass
+            elif device == "meta":
                 module(**named)
             else:
                 functional_call(module, _zeros(module), (), named)
         return bool(use.found)
+
+    def _notes(self, module: nn.Module, named: Mapping[str, Any]) -> bool:
+        """Run a module that may attend itself on shapes; tell whether it does."""
+        before = len(self._seen)
+        given = {name: value for name, value in self._given.items() if name in _parameters(module)}
+        given |= {name: value for name, value in named.items() if value is not None}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return self._attention(module, q, k, v, None, scaling=scale)[0]
+
+        try:
+            positions = torch.zeros(1, _TWO, dtype=torch.long, device="meta")
+            run_noted(module.forward, cache_argument(module), given, positions, attend)
+        except Exception as error:  # modelling code raises anything
+            self._why_not[module] = f", and attends in a way of its own: {error}"
+            del self._seen[before:]
+            return False
+        attends = len(self._seen) > before
+        if attends:
+            self._by_itself.add(module)
+        return attends
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any

@@ -7,8 +7,9 @@ responsible for causality. `Hook.run` is the one place that calls the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvcli.compat import attention_implementation
+from kvcli.compat import attention_implementation, set_attention
 from kvcli.errors import usage_error
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.selected import with_index
@@ -24,6 +25,9 @@ from kvcli.models.auto import layers_of
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import attention_modules, geometry_of_model, reader_modules, state_modules
 from kvcli.models.latent import Latent, Temperature, compressed, taken_out
+from kvcli.models.layers import cache_argument
+from kvcli.models.own_attention import NAME as OWN
+from kvcli.models.own_attention import run_noted
 from kvcli.runtime.device_transfer import Carrier, DeviceTransfer, on_its_devices
 from kvcli.runtime.own_selection import IndexCache, selected_of, selecting
 from kvcli.runtime.recurrent import States, stateful
@@ -82,6 +86,8 @@ class Hook:
         try:
             with self.at(positions), nullcontext() if self.transfer is None else self.transfer.running():
                 given = {name: tokens, "position_ids": positions}
+                if self.geometry.by_itself:  # a decoder makes the bias of as many keys as a mask has
+                    given["attention_mask"] = positions.new_ones(len(positions), int(positions.max()) + 1)
                 out = self.model(**given, use_cache=False, logits_to_keep=keep)
         finally:
             self.handler, self.states = before  # a run may come between the chunks of another one
@@ -167,15 +173,44 @@ def _routed(model: PreTrainedModel, hook: Hook) -> Iterator[Hook]:
     modules, before = hook.modules, attention_implementation(model)
     for module, layer in [*zip(modules, range(len(modules)), strict=True), *hook.readers.items()]:
         module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
-    model.set_attn_implementation(NAME)
+    set_attention(model, OWN if hook.geometry.by_itself else NAME)
     try:
         states = stateful(state_modules(model), hook.geometry.states, lambda: hook.states)
-        with taken_out(modules), compressed(modules), states, selecting(hook):
+        with taken_out(modules), compressed(modules), states, selecting(hook), _noting(hook):
             yield hook
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         for module in [*modules, *hook.readers]:
             del module.kvcli_hook, module.kvcli_layer
+
+
+@contextmanager
+def _noting(hook: Hook) -> Iterator[None]:
+    """Let attention of modules that attend themselves go through the hook."""
+    modules = [hook.modules[layer.index] for layer in hook.geometry.layers if layer.by_itself]
+    for module in modules:
+        module.forward = _noted(hook, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward  # back to the method of the class
+
+
+def _noted(hook: Hook, module: nn.Module) -> Callable[..., Any]:
+    """Make the forward of a module that attends itself."""
+    forward, taken, cache = module.forward, signature(module.forward), cache_argument(module)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return _attention(module, q, k, v, None, scaling=scale)[0]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = taken.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        device = given["hidden_states"].device
+        return run_noted(forward, cache, given, hook.positions.to(device), attend)
+
+    return run
 
 
 def _attention(

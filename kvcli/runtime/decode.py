@@ -55,10 +55,10 @@ class BlockingPipeline:
         return torch.stack([*outs, *outs[-1:] * (rows - len(outs))])[:, None]
 
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
-        """Return each sequence's index keys [n, c] of its tokens so far; `keys` [b, 1, c] are the newest ones'."""
+        """Return each sequence's index keys [n + 1, c] of its tokens; `keys` [b, 1, c] are those of the newest ones."""
         caches = [cast(SelectingCache, method.caches[layer]) for method in self.methods]
-        earlier = [cache.index() for cache in caches]
-        return earlier + earlier[-1:] * (len(keys) - len(earlier))
+        found = [cache.index(new) for cache, new in zip(caches, keys, strict=False)]
+        return found + found[-1:] * (len(keys) - len(found))
 
     def apart(self) -> Sequence[BlockingPipeline]:
         """Return a handler for each sequence."""

@@ -20,7 +20,7 @@ from kvcli.models.geometry import ModelGeometry
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.gpu.recorder import Point, Streams, streams_for
-from kvcli.runtime.own_selection import joined
+from kvcli.runtime.own_selection import cut, joined
 
 # The hidden states of prompts between the layers: on the device, or in host memory beyond a size.
 
@@ -307,9 +307,9 @@ def _by_rows(
     """Run a layer on some of `length` tokens: its hidden states [1, m, D] are of these `rows`, its arguments of all."""
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cut = [_cut(arg, rows, length) for arg in args]
+        some = [_cut(arg, rows, length) for arg in args]
         with hook.at(hook.positions[:, rows]):
-            out = forward(hidden_states, *cut, **{name: _cut(arg, rows, length) for name, arg in kwargs.items()})
+            out = forward(hidden_states, *some, **{name: _cut(arg, rows, length) for name, arg in kwargs.items()})
         advance(length)
         return out
 
@@ -340,17 +340,5 @@ def _later(look_up: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(arg: Any, part: slice | Sequence[int], length: int) -> Any:
-    """Cut arguments as long as the sequence.
-
-    These are position ids [1, s], rotary tables ([1, s, d], [1, s, d]), inputs of each layer [1, s, p], and factors of
-    queries [1, 1, s, 1].
-    """
-    if isinstance(arg, _Later):
-        return arg.at(part)
-    if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[1] == length:
-        return arg[:, part]
-    if isinstance(arg, Tensor) and arg.dim() == 4 and arg.shape[2] == length:
-        return arg[:, :, part]
-    if isinstance(arg, tuple):
-        return tuple(_cut(item, part, length) for item in arg)
-    return arg
+    """Cut an argument; look angles up."""
+    return arg.at(part) if isinstance(arg, _Later) else cut(arg, part, length)

@@ -35,7 +35,7 @@ class IndexHolder(Protocol):
     """A handler that has the index keys of its sequences."""
 
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
-        """Return the index keys [n, c] of all earlier tokens of each sequence; `keys` [b, m, c] are the next ones."""
+        """Return the index keys [n + m, c] of all tokens of each sequence; `keys` [b, m, c] are the next ones."""
 
     def apart(self) -> Sequence[Handler]:
         """Return a handler for each sequence."""
@@ -72,10 +72,10 @@ class IndexCache:
         self.new = indexer_key_states
         if not isinstance(self.holder, IndexHolder):
             raise RuntimeError(f"{type(self.holder).__name__} has no index, which layer {self.layer} selects by")
-        earlier = self.holder.index(self.layer, indexer_key_states)
-        whole = [torch.cat(each) for each in zip(earlier, indexer_key_states, strict=True)]
+        whole = self.holder.index(self.layer, indexer_key_states)
         longest = max(map(len, whole))
-        self.keys = torch.stack([pad(each, (0, 0, 0, longest - len(each))) for each in whole])
+        alone = len(whole) == 1  # whose keys are not copied
+        self.keys = whole[0][None] if alone else torch.stack([pad(x, (0, 0, 0, longest - len(x))) for x in whole])
         return self.keys
 
     def update_index(self, idx_k: Tensor) -> Tensor:
@@ -132,15 +132,15 @@ def _selecting(hook: Hook, layer: LayerGeometry, module: nn.Module) -> Callable[
         for part in slices(n, max(1, SCORES_AT_ONCE // max(1, b * selects.scratch * longest))):
             positions = hook.positions[:, part].to(given["hidden_states"].device)
             tokens = int(positions.max()) + 1
-            cut = {name: _cut(value, part, n) for name, value in given.items()}
+            some = {name: cut(value, part, n) for name, value in given.items()}
             if selects.all_angles:
-                cut["position_embeddings"] = tuple(each[:, :tokens] for each in given["position_embeddings"])
-            if cut.get("attention_mask") is None:
-                cut["attention_mask"] = torch.arange(tokens, device=positions.device) <= positions[:, None, :, None]
-            cut[cache] = hook.index = IndexCache(layer, hook.handler)
+                some["position_embeddings"] = tuple(each[:, :tokens] for each in given["position_embeddings"])
+            if some.get("attention_mask") is None:
+                some["attention_mask"] = torch.arange(tokens, device=positions.device) <= positions[:, None, :, None]
+            some[cache] = hook.index = IndexCache(layer, hook.handler)
             try:
                 with hook.at(positions):
-                    outs.append(forward(**cut))
+                    outs.append(forward(**some))
             finally:
                 hook.index = None
         return joined(outs)
@@ -185,8 +185,14 @@ def _row(value: Any, row: int, rows: int) -> Any:
     return value[row : row + 1] if isinstance(value, Tensor) and len(value) == rows else value
 
 
-def _cut(value: Any, part: slice, length: int) -> Any:
-    """Slice tensors [b, length, ..], and tuples of them."""
+def cut(value: Any, part: slice | Sequence[int], length: int) -> Any:
+    """Cut arguments that are as long as the sequence, and tuples of them.
+
+    These are position ids [1, s], rotary tables ([1, s, d], [1, s, d]), inputs of each layer [1, s, p], and factors of
+    queries [1, 1, s, 1].
+    """
     if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
         return value[:, part]
-    return tuple(_cut(item, part, length) for item in value) if isinstance(value, tuple) else value
+    if isinstance(value, Tensor) and value.dim() == 4 and value.shape[2] == length:
+        return value[:, :, part]
+    return tuple(cut(item, part, length) for item in value) if isinstance(value, tuple) else value

@@ -28,7 +28,7 @@ from kvcli.kernels.prefill_attention import ROWS, AShape, Pattern, prefill_atten
 from kvcli.kernels.selected_attention import selected_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import LayerCache, both
-from kvcli.kv.selected import index_keys
+from kvcli.kv.selected import with_new_keys
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.pinned import host_memory
 from kvcli.methods.config import PrefillPattern
@@ -421,9 +421,9 @@ class PrefillAttention:
         return torch.stack(outs)[None]
 
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
-        """Return the index keys [n, c] of the tokens so far, before the next chunk's `keys` [1, m, c]."""
+        """Return the index keys [n + m, c] of the tokens so far and of the next chunk's `keys` [1, m, c]."""
         now = self.reading.get(layer) or self._begin(layer, keys)
-        return [index_keys(now.kv[:, :, : now.done], self.layers[layer])]
+        return [with_new_keys(now.kv, now.done, keys[0], self.layers[layer])]
 
     def apart(self) -> Sequence[PrefillAttention]:
         """Return this: parts of prompts are read one after another."""

@@ -39,9 +39,10 @@ def watched(kind, made):
     return make
 
 
-def test_the_models_own_selection_is_blocking(checkpoint):
-    geometry = geometry_of(tiny_config("deepseek_v32"), torch.float32)
-    for method in ("native", "full"):
+@pytest.mark.parametrize(("family", "methods"), [("deepseek_v32", ("native", "full")), ("bloom", ("full", "freekv"))])
+def test_what_the_models_own_modules_do_is_blocking(family, methods, checkpoint):
+    geometry = geometry_of(tiny_config(family), torch.float32)
+    for method in methods:
         assert pipelines.choose("auto", resolve_profile(method), replace(checkpoint, geometry=geometry)) == "blocking"
         with pytest.raises(KvcliError, match="blocking pipeline alone"):
             pipelines.choose("overlapped", resolve_profile(method), replace(checkpoint, geometry=geometry))

@@ -22,7 +22,8 @@ MAX_POSITIONS = 4096
 BOS, EOS, PAD = 0, 1, 2
 
 # The implementations that serve as the reference where sdpa is refused or lacks what the family needs.
-EAGER = frozenset({"gemma2", "gpt_oss", "hy_v4", "hy_v4_images", "mimo_v2_flash"})
+EAGER = frozenset({"bloom", "gemma2", "gpt_neox_japanese", "gpt_oss", "hy_v4", "hy_v4_images", "mimo_v2_flash", "mpt"})
+EAGER |= {"xglm"}
 
 
 SIZES = {
@@ -162,6 +163,8 @@ _KIMI |= {"short_conv_kernel_size": 4}
 _LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2, "use_qk_norm": True}
 _LLAMA4 |= {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 16, "attn_scale": 0.5}
 
+_FALCON = {name: size for name, size in SIZES.items() if name != "head_dim"} | {"tie_word_embeddings": False}
+
 # Two layers keep KV, one of each type, and the others read it.
 _SHARED = {"sliding_window": WINDOW, "layer_types": _alternating(_SLIDING, _FULL), "num_kv_shared_layers": 2}
 _SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
@@ -265,6 +268,14 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_key_value_heads=HEADS,
         use_mem_rope=True,
     ),
+    # These attend by themselves: with ALiBi, with rotary positions, with a table of positions.
+    "bloom": lambda: config_of("BloomConfig", num_attention_heads=2 * HEADS),
+    "mpt": lambda: config_of("MptConfig", max_seq_len=MAX_POSITIONS),
+    "falcon": lambda: transformers.FalconConfig(**_FALCON, num_kv_heads=KV_HEADS, new_decoder_architecture=True),
+    "falcon_one_kv_head": lambda: transformers.FalconConfig(**_FALCON),
+    "falcon_alibi": lambda: transformers.FalconConfig(**_FALCON, alibi=True, multi_query=False, parallel_attn=False),
+    "gpt_neox_japanese": lambda: config_of("GPTNeoXJapaneseConfig", rotary_pct=0.5),
+    "xglm": lambda: config_of("XGLMConfig", attention_heads=HEADS, num_layers=LAYERS, ffn_dim=96),
     "bert": lambda: config_of("BertConfig", is_decoder=True),  # layers within an encoder
     "gemma4": lambda: config_of("Gemma4TextConfig", global_head_dim=32, **_SHARED),
     "gemma3n": lambda: config_of(
@@ -370,7 +381,11 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
             if weight in tables or ("embed" in name and weight.dim() > 1):
                 weight.copy_(noise)
             elif weight.dim() > 1:
-                gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
+                gain = (
+                    1.6
+                    if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "query_key_value", "lm_head"))
+                    else 1.0
+                )
                 weight.copy_(noise * gain / weight.shape[-1] ** 0.5)
             elif any(
                 part in name.lower() for part in ("norm", "ln_", "scale", "temp")

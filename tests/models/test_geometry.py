@@ -8,6 +8,7 @@ from families import (
     FAMILIES,
     HEAD_DIM,
     HEADS,
+    HIDDEN,
     KV_HEADS,
     LAYERS,
     MAX_POSITIONS,
@@ -214,8 +215,26 @@ def test_a_bidirectional_or_headless_model_is_refused():
 
 
 def test_attention_that_cannot_be_replaced_is_refused():
-    with pytest.raises(KvcliError, match="attention interface"):
-        geometry_of(transformers.BloomConfig(n_layer=1, hidden_size=32, n_head=2, vocab_size=VOCAB), torch.float32)
+    with pytest.raises(KvcliError, match="not a stack of layers"):
+        geometry_of(transformers.OpenAIGPTConfig(n_layer=1, n_embd=32, n_head=2, vocab_size=VOCAB), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["MegatronBertConfig", "RemBertConfig"])
+def test_an_encoder_whose_modules_attend_themselves_is_refused_unless_it_decodes(name):
+    config = config_of(name, is_decoder=True)
+    assert all(layer.by_itself for layer in geometry_of(config, torch.float32).layers)
+    config.is_decoder = False
+    with pytest.raises(KvcliError, match="mask of both directions"):
+        geometry_of(config, torch.float32)
+
+
+def test_a_bias_of_keys_is_two_channels_of_them():
+    for family, more in (("bloom", 2), ("mpt", 2), ("falcon_alibi", 2), ("falcon", 0)):
+        geometry = geometry_of(tiny_config(family), torch.float32)
+        heads = geometry.layers[0].num_heads
+        assert {layer.head_dim for layer in geometry.layers} == {HIDDEN // heads + more}
+    bounded = geometry_of(config_of("MptConfig", max_seq_len=99), torch.float32)
+    assert (bounded.ends, bounded.max_positions) == (True, 99)
 
 
 def test_attention_with_a_mask_of_its_own_is_refused():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import EXPERTS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LATENT, LAYERS, SIZES, VOCAB
+from families import EXPERTS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LATENT, LAYERS, SIZES, VOCAB, tiny_config
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,7 +32,7 @@ _CONVOLUTIONS = ["conv", _FULL] * 2
 
 _DECODER = {"is_decoder": True}  # what is otherwise an encoder
 _DECODERS = ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta")
-_DECODERS += ("roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl")
+_DECODERS += ("megatron-bert", "rembert", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl")
 _ROTATED = {"rotary_dim": 8}
 _QWEN4 = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "indexer_n_heads": 4, "indexer_kv_heads": 1}
 _QWEN4 |= {"indexer_head_dim": HEAD_DIM, "indexer_budget": 16, "indexer_compress_ratio": 4, "num_experts": 4}
@@ -53,6 +53,8 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     | {"ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "dots1": EXPERTS,
+    "dots3_note": {**OWN_NAMES, **{f"{side}_config": {"adapter_out_dim": HIDDEN} for side in ("vision", "audio")}}
+    | {"text_config": tiny_config("dots3_note").to_dict()},
     "falcon": {"head_dim": LEFT_OUT, "num_kv_heads": HEADS},
     "gemma3n": {**OWN_NAMES, "text_config": SIZES | _GEMMA3N},
     "gemma3n_text": _GEMMA3N,
@@ -80,18 +82,18 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 
 RUNS = """
 afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation biogpt bitnet
-camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3
-deepseek_v32 dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1
-flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified
-gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
-granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
-hy_v4 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3
-llama llama4 llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral
-ministral3 mistral mixtral modernbert-decoder moss_transcribe_diarize nanochat nemotron nemotron_h olmo olmo2 olmo3
-olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe
-qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text roberta roberta-prelayernorm roc_bert
-sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
-zamba zamba2 zaya
+bloom camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2
+deepseek_v3 deepseek_v32 dots1 dots3_note dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4
+exaone_moe falcon falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text
+gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode
+gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear
+kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash megatron-bert mellum mimo_v2_flash
+minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder
+moss_transcribe_diarize mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3
+phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+qwen4_exp qwen4_exp_text rembert roberta roberta-prelayernorm roc_bert sarvam_mla sarvam_moe seed_oss smollm3 solar_open
+stablelm starcoder2 vaultgemma xglm xlm-roberta xlm-roberta-xl xmod youtu zamba zamba2 zaya
 """
 
 REFUSED = {  # words of the message -> types
@@ -99,23 +101,20 @@ REFUSED = {  # words of the message -> types
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart
         whisper
     """,
-    "cannot be replaced": """
-        big_bird bloom cpmant falcon got_ocr2 gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt rembert
-        roformer rwkv trocr xglm xlm
-    """,
-    "not a stack of layers": "xlstm",
-    "gives its layers no rotary positions": "moshi recurrent_gemma",
-    "attention interface": "git",
+    "not a stack of layers": "big_bird gpt_neo openai-gpt rwkv xlm xlstm",
+    "gives its layers no rotary positions": "moshi recurrent_gemma trocr",
+    "attention interface": "git roformer",
     "none of its layers attends": "falcon_mamba mamba mamba2",
     "attends several times": "diffllama",
     "a mask of its own": "doge",
     "runs several times a token": "dory inkling2_loop_text inkling2_text",
-    "keeps something else than keys and values": "deepseek_v4 gemma4_unified_assistant",
+    "keeps something else than keys and values": "gemma4_unified_assistant",
+    "several tokens are compressed into": "deepseek_v4",
     "several stacks of layers": "blt hrm_text",
     "attends to images": "mllama",
-    "has an unknown form": "inkling_text",
+    "has an unknown form": "cpmant inkling_text",
 }
-NO_TINY_CONFIG = "dots3_note gemma4_assistant prophetnet reformer xlnet"
+NO_TINY_CONFIG = "gemma4_assistant prophetnet reformer xlnet"
 """Configs of these types need more than sizes."""
 
 REASONS = {kind: reason for reason, kinds in REFUSED.items() for kind in kinds.split()}
