@@ -20,9 +20,10 @@ from kvcli.kernels.page_table import SlotLayout, candidate_range
 
 POOL_HEADS, POOL_SCORES = 8, 4096  # query heads that a program reads at once, and scores of all of them
 NORM_BLOCK = 1024  # blocks of a query head whose maxima and sums a program merges at once
-MANY = 256
-"""Blocks of a query head from which their maxima and sums are merged once, by a kernel before the one that pools: each
-of its programs would merge them anew.
+MANY = 512
+"""Blocks of a query head up to which every program that pools merges their maxima and sums anew.
+
+More are merged once, by a kernel before it, which costs more than the few instructions that it saves each program here.
 """
 
 Pooling = Literal["mean_s", "max_s", "mean_qk", "max_qk", "mean_q", "max_q"]
