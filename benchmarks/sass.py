@@ -39,7 +39,7 @@ from kvcli.runtime.gpu.pipeline import SlotPipeline  # noqa: E402
 from kvcli.runtime.gpu.recorder import SerialStreams  # noqa: E402
 
 CAPABILITY = 90
-METHODS = ("full", "freekv", "quest", "fier")  # which together launch the kernels that take longest
+METHODS = ("full", "freekv", "quest", "fier", "loki", "shadowkv")  # which together launch the kernels that take longest
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
