@@ -6,8 +6,9 @@
     python benchmarks/gpu.py --resume FILE -o ELSEWHERE   # what FILE lacks; FILE stays as it is
     python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
 
-It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`). `machine`, `kernels` and
-`rates` need torch, triton, numpy and typing_extensions; the other parts need transformers, pydantic and psutil as well.
+It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`). `machine`, `kernels`,
+`rates` and `products` need torch, triton, numpy and typing_extensions; the other parts need transformers, pydantic and
+psutil as well.
 A part whose package is not here says so and is not run; the others are.
 Without a package index in reach: `pip download -d DIR pydantic psutil` elsewhere, for that machine's Python, and there
 `pip install --no-index --find-links DIR pydantic psutil`.
@@ -64,6 +65,7 @@ PARTS = (
     BenchmarkPart("agreement", "agreement", 150, "the pipeline over slots against the blocking one", timed=False),
     BenchmarkPart("agreement", "texts", 150, "every method on the device against the same on a CPU", timed=False),
     BenchmarkPart("device", "rates", 60, "copies on the device and across the bus, pages gathered by recall"),
+    BenchmarkPart("products", "products", 60, "products of a few rows, by a library and by one kernel"),
     BenchmarkPart("steps", "speed", 60, "a decode step at a short context"),
     BenchmarkPart("steps", "phases", 45, "where the time of a step goes"),
     BenchmarkPart("peers", "peers", 75, "transformers' caches"),
@@ -235,7 +237,7 @@ def prepare() -> None:
         importlib.import_module("transformers.models.llama.modeling_llama")
         importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     except ImportError as error:
-        print(f"only machine, kernels and rates can run: {error}", file=sys.stderr)
+        print(f"only machine, kernels, rates and products can run: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

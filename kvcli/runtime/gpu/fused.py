@@ -19,8 +19,17 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels.norm_rope import Rotation, add_rms_norm, rms_norm, rotate, silu_mul
+from kvcli.kernels.skinny_linear import MOST_ROWS, InputNorm, skinny_linear, starts_early
 from kvcli.models.auto import layers_of
+from kvcli.models.weights import is_plain
 from kvcli.runtime.fused import Kernels, Norm, fused_by, gated_of, norm_of, replaced
+
+OWN_PRODUCTS = False
+"""Whether an MLP of a few rows is two kernels: the norm, both factors and the gate; and the last product with the sum.
+
+They launch two kernels less per layer than a library's products. No GPU has compared the two yet (`products` of
+`benchmarks/gpu.py`), so that the library's serve.
+"""
 
 # Decoder layers that add the attention output within the kernel that normalises the sum for the MLP.
 
@@ -42,15 +51,37 @@ def sums_in_norms(model: PreTrainedModel) -> Iterator[None]:
             parts = parts_of(layer)
             norm = None if parts is None else norm_of(parts.before_mlp)
             if parts is not None and norm is not None:
-                left.enter_context(replaced(layer, "forward", _forward(layer.forward, parts, norm)))
+                mlp = _own_mlp(parts.mlp, norm) if OWN_PRODUCTS else None
+                left.enter_context(replaced(layer, "forward", _forward(layer.forward, parts, norm, mlp)))
         yield
 
 
-def _forward(before: Callable[..., Tensor], parts: Parts, norm: Norm) -> Callable[..., Tensor]:
+def _own_mlp(mlp: nn.Module, norm: Norm) -> Callable[[Tensor], Tensor] | None:
+    """Return the function x + mlp(norm(x)) of at most `MOST_ROWS` rows, or None if a weight is not plain."""
+    modules = gated_of(mlp)
+    if modules is None or not is_plain(modules[2]):
+        return None
+    gate, up, down = modules
+    side_by_side([gate, up])
+    (weight, bias), last = _whole([gate, up]), down.weight.data
+    early = starts_early(weight)
+
+    def forward(x: Tensor) -> Tensor:
+        factors = skinny_linear(x, weight, bias, norm=InputNorm(*norm), gated=True, dependent=early)
+        return skinny_linear(factors, last, down.bias, x, dependent=early)
+
+    return forward
+
+
+def _forward(
+    before: Callable[..., Tensor], parts: Parts, norm: Norm, mlp: Callable[[Tensor], Tensor] | None
+) -> Callable[..., Tensor]:
     def forward(hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
         if args:  # only the layer itself knows which arguments these are
             return before(hidden_states, *args, **given)
         found = parts.attention(hidden_states=parts.before_attention(hidden_states), **given)[0]
+        if mlp is not None and hidden_states[..., 0].numel() <= MOST_ROWS:
+            return mlp(hidden_states + found)
         total, normed = add_rms_norm(hidden_states, found, *norm)
         out: Tensor = total + parts.mlp(normed)
         return out

@@ -8,12 +8,13 @@ from fake_cuda import NOTHING
 from families import FAMILIES, HYBRIDS, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.kernels import _triton
+from kvcli.kernels import _triton, skinny_linear
 from kvcli.kernels import norm_rope as add_rms_norm
 from kvcli.kernels import norm_rope as rms_norm
 from kvcli.kernels import norm_rope as rotate
 from kvcli.kernels import norm_rope as silu_mul
 from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.gpu import fused
 from kvcli.runtime.gpu.fused import fused_layers, parts_of, sums_in_norms
 from kvcli.runtime.layer_major import layer_major
 
@@ -46,6 +47,19 @@ def test_logits_are_the_same_by_kernels(monkeypatch):
     expected = logits(model)
     with fused_layers(model):
         monkeypatch.setattr(_triton, "on_cpu", True)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_logits_are_the_same_by_products_of_our_own(family, monkeypatch):
+    """Gemma's layers, which normalise what an MLP returns, stay as they are."""
+    model = tiny_model(family)
+    expected = logits(model)
+    monkeypatch.setattr(fused, "OWN_PRODUCTS", True)
+    with fused_layers(model):
+        monkeypatch.setattr(_triton, "on_cpu", True)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(fused, "MOST_ROWS", 5)  # of the six that come
         torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -120,16 +134,18 @@ def noted(launched):
     return lambda kernel, *_, **__: launched.append(kernel.__name__)
 
 
-def test_kernels_of_a_layer(monkeypatch):
+@pytest.mark.parametrize(("own", "kernels"), [(False, LAYER), (True, LAYER - 2)])
+def test_kernels_of_a_layer(own, kernels, monkeypatch):
+    monkeypatch.setattr(fused, "OWN_PRODUCTS", own)
     counts = []
     for layers in (2, 3):
         model, launched = tiny_model("llama", layers=layers), []
         with attached(model) as hook, fused_layers(model), Launches() as counter, monkeypatch.context() as patch:
-            for module in (add_rms_norm, rms_norm, rotate, silu_mul):
+            for module in (add_rms_norm, rms_norm, rotate, silu_mul, skinny_linear):
                 patch.setattr(module, "launch", noted(launched))
             patch.setattr(_triton, "on_cpu", True)
             with torch.inference_mode():
                 hook.run(nothing, TOKENS[:, :1], torch.zeros(2, 1, dtype=torch.int64))
         counts.append(counter.names + Counter(launched))
     of_a_layer = counts[1] - counts[0]
-    assert of_a_layer.total() == LAYER, of_a_layer
+    assert of_a_layer.total() == kernels, of_a_layer
