@@ -49,6 +49,12 @@ def test_no_kernel_of_a_step_spills_or_streams_numbers_one_by_one():
     assert all(row["loads_128"] > 2 * row["loads_16"] for row in streaming)
 
 
+def test_three_programs_that_score_pages_share_a_multiprocessor():
+    rows = json.loads((BENCHMARKS / "results/sass.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["kernel"] == "score_kernel" and "freekv" in row["methods"])
+    assert 3 * row["registers"] * 32 * row["warps"] <= 65_536
+
+
 def test_products_of_a_few_rows_read_their_weight_16_bytes_at_once():
     """A program of one warp reads 8 KiB a turn, which memory takes some 470 cycles for, shared by a multiprocessor."""
     rows = json.loads((BENCHMARKS / "results/sass.json").read_text())["rows"]
