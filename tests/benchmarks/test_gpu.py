@@ -405,6 +405,25 @@ def test_products_are_compared_in_turn_and_with_their_reference(product, monkeyp
     assert not row["agrees"]
 
 
+def test_steps_with_either_product_are_built_one_after_the_other(monkeypatch):
+    built = []
+
+    class Watched(steps.SlotStepper):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            built.append((steps.fused.OWN_PRODUCTS, self.left))
+            self.left.callback(built.append, "layers as they were")
+
+    monkeypatch.setattr(steps, "SlotStepper", Watched)
+    (rows,) = steps.own_products(smoke(), Found())
+    assert [row["case"] for row in rows] == ["products of a library", "products of our own"]
+    assert [each if isinstance(each, str) else each[0] for each in built] == [
+        *(False, "layers as they were"),
+        *(True, "layers as they were"),
+    ]
+    assert not list(steps.own_products(smoke(), Found(own=rows)))
+
+
 def test_a_method_in_pieces_goes_on_from_the_tokens_that_it_chose(monkeypatch):
     setting, served = replace(smoke(), calls=2, repeats=1), []
 
