@@ -36,6 +36,7 @@ from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool
 from kvcli.kernels.page_table import PagedKV, SlotLayout, candidate_range, candidates, slot_of, slot_of_page
 
 BLOCK_ELEMENTS = 4096  # of keys, or of their bits, held at once per program
+WEIGHTS = 2048  # products of queries and scales per warp
 
 
 def quantise_keys_ref(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -505,6 +506,7 @@ def _score(
     require("ranges", ranges, (b, num_kv_heads, num_groups, 2, d))
     if codes.stride()[2:] != (group * size, size, 1) or ranges.stride()[2:] != (2 * d, d, 1):
         raise ValueError(f"groups are not one behind the other: strides {codes.stride()} and {ranges.stride()}")
+    chosen, block_g = _score_blocks(group, d), max(8, power_of_two(num_heads // num_kv_heads))
     launch(
         _one_bit_kernel,
         (num_groups, b * num_kv_heads),
@@ -517,7 +519,7 @@ def _score(
         HOW=how,
         WHAT=what,
         WIDE=interpreted(),
-        BLOCK_G=max(8, power_of_two(num_heads // num_kv_heads)),
-        **_score_blocks(group, d),
-        warps=2 if what == "q" else 1,
+        BLOCK_G=block_g,
+        **chosen,
+        warps=max(2 if what == "q" else 1, min(8, 8 * chosen["BLOCK_Y"] * block_g // WEIGHTS)),
     )
