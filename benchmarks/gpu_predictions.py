@@ -3,15 +3,26 @@
     python benchmarks/gpu_predictions.py [--gpu NAME] [-o FILE]
 
 Bytes are those of `kvcli plan --gpu` (`kvcli.capacity.roofline.step_work`), rates the maker's (`GPUS`). The floor is
-what these alone allow, with recall beside all else. A prediction adds what a step has beside its bytes: memory and bus
-reach a part of their rates (`ATTAINED`); every kernel of a layer's chain (`kernel_counts.json`) takes some time to
-begin and to end (`KERNEL_SECONDS`), by CUDA graph; what is recalled before attention is waited for. These two numbers
-are fitted to the steps of `full` and `streaming` that were measured on an H200 (`gpu.json`), so that they say how far
-other methods are from being bound by bytes and launches alone: what a choice computes is not predicted. Methods of
-which a graph runs no whole step spend their time on the host, which is not predicted either: they have a floor alone.
+what these alone allow, with recall beside all else. A prediction adds what a step has beside its bytes:
+
+- Memory and bus reach a part of their rates (`ATTAINED`).
+- Every kernel of a layer's chain (`kernel_counts.json`) takes some time to begin and to end (`KERNEL_SECONDS`), by CUDA
+  graph.
+- What is recalled before attention is waited for.
+- Kernels without loops issue each of their instructions once (`sass.json`, which has some methods). Multiprocessors
+  issue `ISSUED` a second; where this takes longer than the bytes of the scores, the difference counts.
+- The last program of a KV head chooses alone (`CHOICE_SECONDS`), and where it also pools the scores, it takes some time
+  for each page (`PAGE_SECONDS`). A step waits for this if it chooses before attention; of FreeKV's layers, those in
+  which at least one head is corrected.
+
+`ATTAINED` and `KERNEL_SECONDS` are fitted to the steps of `full` and `streaming` that were measured on an H200
+(`gpu.json`), `CHOICE_SECONDS` and `PAGE_SECONDS` to those of `freekv` with 30 % of its heads corrected. They say what
+the kernels of that commit took; to choose has become cheaper since. Methods of which a graph runs no whole step spend
+their time on the host, which is not predicted either: they have a floor alone.
 """
 
 import json
+import operator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,10 +36,11 @@ from kvcli.capacity.planning.estimate import PlannedRun
 from kvcli.capacity.roofline import MachineRates, Rate, Work, least_seconds, step_work
 from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.kernels.page_scores import ALONE
 from kvcli.methods import method_names
 from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.methods.contract import AnyMethod
-from kvcli.methods.step import FromHost
+from kvcli.methods.step import FromHost, StepPlan
 from kvcli.models.loading import ModelSpec, read_config
 
 MODEL, DTYPE, BUDGET = "llama-3.1-8b", torch.bfloat16, 2048
@@ -39,6 +51,10 @@ KERNEL_SECONDS = 2.6e-6  # from the end of a kernel's work to the beginning of t
 BESIDE_LAYERS = 15  # kernels of a step outside its layers: embedding, angles, head, choice of the token, log
 TURNOVER = 0.2  # part of what is selected that a step exchanges, where it stays on the device
 CORRECTED = 0.3  # part of FreeKV's KV heads that wait for their recall
+CHOICE_SECONDS = 14e-6  # of the last program of a KV head, whatever there is to choose from
+PAGE_SECONDS = 7e-9  # more for every page of the head, where that program pools their scores as well
+MULTIPROCESSORS = 132
+ISSUED = MULTIPROCESSORS * 4 * 1.75e9  # instructions of warps a second: schedulers of each, Hz under load
 EXPOSED = {"before": 1.0, "after": CORRECTED, "ahead": 0.0, "borrowed": 0.0}  # part of the recall, by the choice's time
 
 
@@ -55,7 +71,8 @@ def main() -> None:
         for label, profile in profiles(counts)
         for context in CONTEXTS
     ]
-    assumed = {name.lower(): globals()[name] for name in ("ATTAINED", "KERNEL_SECONDS", "TURNOVER", "CORRECTED")}
+    names = ("ATTAINED", "KERNEL_SECONDS", "CHOICE_SECONDS", "PAGE_SECONDS", "ISSUED", "TURNOVER", "CORRECTED")
+    assumed = {name.lower(): globals()[name] for name in names}
     made = {"gpu": asked.gpu, "source": gpu.source, "model": MODEL, "dtype": "bfloat16", "budget": BUDGET, "batch": 1}
     save(asked.output, {"predicted": True, **made, "assumed": assumed, "rows": rows})
 
@@ -94,15 +111,44 @@ def predicted(
     row |= {"read_bytes": sum(part.read for part in work.values())}
     row |= {"recalled_bytes": work["recall"].to_device, "floor_ms": 1000 * least_seconds(work, rates(gpu, 1.0), True)}
     if plan is None:
-        return row | {"kernels_ms": None, "exposed_ms": None, "step_ms": None}
+        return row | dict.fromkeys(("kernels_ms", "exposed_ms", "choice_ms", "step_ms"))
     dense, depth = method.config.leading_dense_layers, geometry.depth
     chain = dense * counts["full"]["chain"] + (depth - dense) * counts[label]["corrected"] + BESIDE_LAYERS
     attained, exposed = rates(gpu, ATTAINED), EXPOSED[plan.when]
     on_device = sum(replace(part, to_device=0, to_host=0).seconds(attained) for part in work.values())
     waited = exposed * work["recall"].seconds(attained) if stays else 0.0
-    begun = chain * KERNEL_SECONDS
-    step = max(on_device + waited + begun, least_seconds(work, attained, True))
-    return row | {"kernels_ms": 1000 * begun, "exposed_ms": 1000 * waited, "step_ms": 1000 * step}
+    begun, chosen = chain * KERNEL_SECONDS, 0.0
+    if plan.index is not None:
+        scored = sum(work[phase].seconds(attained) for phase in ("score", "select"))
+        alone = choice_seconds(method, context) * waiting(plan, geometry.layers[-1].num_kv_heads)
+        issued = issue_seconds(label.partition("-")[0], context)
+        chosen = (depth - dense) * alone + max(0.0, (depth - dense) * issued - scored)
+    step = max(on_device + waited + begun + chosen, least_seconds(work, attained, True))
+    found = {"kernels_ms": begun, "exposed_ms": waited, "choice_ms": chosen, "step_ms": step}
+    return row | {name: 1000 * seconds for name, seconds in found.items()}
+
+
+def choice_seconds(method: AnyMethod, context: int) -> float:
+    """Return how long the last program of a KV head searches alone in a layer."""
+    pages = -(-(context + OUTPUT) // getattr(method.config, "page_size", 1))
+    return CHOICE_SECONDS + (PAGE_SECONDS * pages if pages <= ALONE else 0.0)
+
+
+def waiting(plan: StepPlan, heads: int) -> float:
+    """Return the part of the layers that wait for a choice: all, none, or those in which a head is corrected."""
+    return 1 - (1 - CORRECTED) ** heads if plan.when == "after" else EXPOSED[plan.when]
+
+
+def issue_seconds(method: str, context: int) -> float:
+    """Return how long a layer's kernels without loops issue instructions; grids that fill a GPU grow with the context.
+
+    It is 0 for methods whose kernels `sass.json` does not have.
+    """
+    kept = json.loads((RESULTS / "sass.json").read_text())
+    rows = [row for row in kept["rows"] if method in row["methods"] and not row["in_loops"]]
+    issued = [row["instructions"] * row["warps"] * row["ctas"] for row in rows]
+    grown = [context / kept["context"] if row["ctas"] > MULTIPROCESSORS else 1.0 for row in rows]
+    return sum(map(operator.mul, issued, grown)) / ISSUED
 
 
 def foretold(subject: PlannedRun, method: AnyMethod) -> dict[str, Work]:

@@ -2,17 +2,18 @@
 
     python benchmarks/kernel_counts.py [--against COMMIT] [-o FILE]
 
-Counted are Triton kernels and operations of torch of a layer's attention and all that goes with it, on a short prompt
-beyond a shorter budget (`raas-contested`: within it), with the form that choosing pages has at 128K
-(`kvcli.kernels.page_scores.ALONE`, `kvcli.kernels.group_pooling.MANY`). The chain is what the next layer waits for,
-the model's own kernels of a llama layer among them (`LAYER` of `tests/runtime/gpu/test_fused.py`); where heads are
-corrected it is longer. `--against` puts the budgets of the trace's test at a commit beside.
+Counted are Triton kernels and operations of torch of a layer's attention and all that goes with it, in an 8B model
+whose caches are as they are after a prompt of 128K tokens (`raas-contested`: after a short one, within its budget). The
+chain is what the next layer waits for, the model's own kernels of a llama layer among them (`LAYER` of
+`tests/runtime/gpu/test_fused.py`); where heads are corrected it is longer. `--against` puts the budgets of the trace's
+test at a commit beside.
 """
 
 import ast
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,20 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/runtime/gpu")]
 import test_fused  # noqa: E402
 import test_trace  # noqa: E402
 from common import arguments, save  # noqa: E402
+from gpu_predictions import BUDGET, DTYPE, MODEL, OUTPUT, resolved  # noqa: E402
+from stated import variants  # noqa: E402
 
-from kvcli.kernels import group_pooling, page_scores  # noqa: E402
+from kvcli.capacity import memory  # noqa: E402
+from kvcli.capacity.planning.estimate import PlannedRun  # noqa: E402
 from kvcli.methods import get_method  # noqa: E402
+from kvcli.methods.contract import AnyMethod  # noqa: E402
+from kvcli.methods.shadowkv.cache import ShadowCache  # noqa: E402
+from kvcli.models.geometry import ModelGeometry  # noqa: E402
+from kvcli.models.loading import ModelSpec, read_config  # noqa: E402
 from kvcli.runtime.gpu.recorder import SerialStreams  # noqa: E402
 
 LENGTH = 131_072
-BLOCK = 32  # pages or tokens that a program scores
+CHOOSING: dict[str, Any] = {"dense_layers": 0, "positions": "original"}  # settings, unless a switch turns them
 TRACE = "tests/runtime/gpu/test_trace.py"
 
 
@@ -48,21 +56,43 @@ class CountedStreams(SerialStreams):
         self.beside[name.split()[0]] += self.count() - before
 
 
-def counted(name: str, switch: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, float]:
-    """Count a layer's kernels after such prompts: all, of the chain, and of the chain through a corrected head."""
-    fields = get_method(name).Config.model_fields
-    scored = LENGTH // next((fields[size].default for size in ("page_size", "chunk") if size in fields), 1)
-    streams = CountedStreams()
+def geometry_of(layers: int) -> ModelGeometry:
+    """Return the model with its first layers alone."""
+    whole = PlannedRun.of(read_config(ModelSpec(MODEL, load_format="dummy")), DTYPE).geometry
+    return replace(whole, layers=whole.layers[:layers])
+
+
+def planned(geometry: ModelGeometry, name: str, changed: dict[str, Any], prompt: int) -> AnyMethod:
+    """Make a method that has read a prompt, without the bytes of its caches; all its layers choose."""
+    known = get_method(name).Config.model_fields
+    settings = {key: value for key, value in CHOOSING.items() if key in known} | changed
+    method = memory.planned_method(resolved(name, **settings), geometry, LENGTH + OUTPUT, DTYPE, prompt)
+    for cache in method.caches:
+        cache.length = prompt
+        if isinstance(cache, ShadowCache):
+            cache.num_chunks = cache.layout.stored(prompt, prompt)
+        slots = cache.as_slots()  # made of tensors without bytes, before there are fake ones
+        cache.as_slots = lambda slots=slots: slots  # type: ignore[method-assign]
+    return method
+
+
+def counted(name: str, switch: dict[str, Any], prompt: int) -> dict[str, float]:
+    """Count a layer's kernels after such a prompt: all, of the chain, and of the chain through a corrected head."""
+    geometry, streams = geometry_of(test_trace.LAYERS), CountedStreams()
+    layer, methods = geometry.layers[0], [planned(geometry, name, switch, prompt)]
+    sizes = layer.num_heads, layer.num_kv_heads, layer.head_dim
     with pytest.MonkeyPatch.context() as patch:
-        if "page_size" in fields and scored >= page_scores.ALONE:
-            patch.setattr(page_scores, "ALONE", 0)
-        if scored > group_pooling.MANY * BLOCK:
-            patch.setattr(group_pooling, "MANY", 0)
-        triton, torch_, _ = test_trace.traced(name, switch, lengths, patch, streams)
+        triton, torch_, _ = test_trace.traced(methods, [prompt], patch, streams, *sizes)
     beside = streams.beside
     chain = triton + torch_ - sum(beside.values()) + test_fused.LAYER
     corrected = chain - 1 + beside["correction"] if "correction" in beside else chain
     return {"triton": triton, "torch": torch_, "chain": chain, "corrected": corrected}
+
+
+def cases() -> dict[str, tuple[str, dict[str, Any], int]]:
+    """Name every method and switch that a graph serves, with its prompt; `test_trace.cases` has them, too."""
+    found = {str(case.id): (*case.values, LENGTH) for case in variants()}
+    return found | {"raas-contested": ("raas", {}, BUDGET // 2)}
 
 
 def main() -> None:
@@ -72,7 +102,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="write JSON, too")
     asked = parser.parse_args()
     before = budgets(asked.against) if asked.against else {}
-    found = {str(case.id): counted(*case.values) for case in test_trace.cases()}
+    found = {label: counted(*case) for label, case in cases().items()}
     print("| method | Triton + torch | before | chain | through a corrected head |\n| --- | --- | --- | --- | --- |")
     for label, numbers in found.items():
         old = "{} + {}".format(*before[label]) if label in before else ""

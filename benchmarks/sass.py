@@ -3,7 +3,8 @@
     python benchmarks/sass.py [-o FILE]
 
 A layer of an 8B model takes a step on a fake CUDA device, with a method's caches as they are after 128K tokens, and
-every kernel of Triton that it launches is compiled with these arguments. Counted are instructions of the listing of
+every kernel of Triton that it launches is compiled with these arguments; so are products of one row
+(`kvcli.kernels.skinny_linear`), which no step launches yet. Counted are instructions of the listing of
 `cuobjdump`: all, and those in loops, which run more than once; shuffles, which sums over threads take; matrix
 instructions; reads of global memory of 128 bits, and of at most 16 bits, which should be few where much is read; bytes
 spilt to local memory. CTAs are the programs of the grid, which 132 multiprocessors share.
@@ -14,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,22 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/runtime/gpu")]
 
 from common import arguments, save  # noqa: E402
 from fake_cuda import CUDA, fake_cuda, method_on_fake_cuda  # noqa: E402
-from gpu_predictions import DTYPE, MODEL, OUTPUT, resolved  # noqa: E402
+from gpu_predictions import DTYPE, MODEL  # noqa: E402
+from kernel_counts import LENGTH, geometry_of, planned  # noqa: E402
 from kernel_modules import kernel_modules  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton_compile import TOOLS, AbsentDevice, describe  # noqa: E402
 
-from kvcli.capacity import memory  # noqa: E402
-from kvcli.capacity.planning.estimate import PlannedRun  # noqa: E402
 from kvcli.kernels.norm_rope import add_rms_norm, rms_norm, silu_mul  # noqa: E402
+from kvcli.kernels.skinny_linear import InputNorm, skinny_linear  # noqa: E402
 from kvcli.kernels.softmax import Softmax  # noqa: E402
 from kvcli.methods.contract import AnyMethod  # noqa: E402
 from kvcli.models.geometry import ModelGeometry  # noqa: E402
-from kvcli.models.loading import ModelSpec, read_config  # noqa: E402
 from kvcli.runtime.gpu.pipeline import SlotPipeline  # noqa: E402
 from kvcli.runtime.gpu.recorder import SerialStreams  # noqa: E402
 
-CONTEXT, CAPABILITY = 131_072, 90
-METHODS = ("full", "freekv", "quest", "fier")  # which together launch the kernels that take longest
+CAPABILITY = 90
+METHODS = ("full", "freekv", "quest", "fier", "loki", "shadowkv")  # which together launch the kernels that take longest
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
@@ -110,7 +109,8 @@ class Launches:
     ) -> None:
         """Compile."""
         given = [Address(x) if isinstance(x, torch.Tensor) else x for x in args]
-        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        options |= {"enable_fp_fusion": True, "launch_pdl": constants.get("DEPENDENT", False)}
         compiled = kernel.run(*given, grid=grid, warmup=True, **constants, **options)
         row = {"kernel": kernel.__name__.strip("_"), "ctas": math.prod(grid), "warps": warps, **machine_code(compiled)}
         alike = next((one for one in self.rows if one.items() >= row.items()), None)
@@ -120,24 +120,10 @@ class Launches:
             alike["methods"].append(self.method)
 
 
-def planned(geometry: ModelGeometry, name: str) -> AnyMethod:
-    """Make a method of one layer without the bytes of its caches, which takes it for one that chooses."""
-    profile = resolved(name)
-    fields = type(profile.settings).model_fields
-    if "dense_layers" in fields:
-        profile = replace(profile, settings=profile.settings.model_copy(update={"dense_layers": 0}))
-    method = memory.planned_method(profile, geometry, CONTEXT + OUTPUT, DTYPE, CONTEXT)
-    for cache in method.caches:
-        cache.length = CONTEXT
-        slots = cache.as_slots()  # made of tensors without bytes, before there are fake ones
-        cache.as_slots = lambda slots=slots: slots  # type: ignore[method-assign]
-    return method
-
-
 def layer_step(method: AnyMethod, geometry: ModelGeometry) -> None:
-    """Launch what a layer does in a step: attention, all that goes with it, and norms and SiLU."""
+    """Launch what a layer does in a step: attention, all that goes with it, norms and SiLU, and products of one row."""
     layer, x = geometry.layers[0], torch.empty(1, 1, geometry.hidden_size, dtype=DTYPE, device=CUDA)
-    pipeline = SlotPipeline([method_on_fake_cuda(method)], [CONTEXT], SerialStreams())
+    pipeline = SlotPipeline([method_on_fake_cuda(method)], [LENGTH], SerialStreams())
     pipeline.start()
     q, k, v = (
         torch.empty(1, heads, 1, layer.head_dim, dtype=DTYPE, device=CUDA)
@@ -150,23 +136,25 @@ def layer_step(method: AnyMethod, geometry: ModelGeometry) -> None:
     rms_norm(x, weight, 1e-5)
     add_rms_norm(x, x, weight, 1e-5)
     silu_mul(wide)
+    both, down = (x.new_empty(wide.shape[-1], x.shape[-1]), x.new_empty(x.shape[-1], geometry.intermediate_size))
+    factors = skinny_linear(x, both, norm=InputNorm(weight, 1e-5), gated=True, dependent=True)
+    skinny_linear(factors, down, residual=x, dependent=True)
 
 
 def main() -> None:
     """Compile, count, and keep it."""
     asked = arguments("Machine code of the kernels of a step at 128K.", "sass").parse_args()
     driver.set_active(AbsentDevice(CAPABILITY))
-    whole = PlannedRun.of(read_config(ModelSpec(MODEL, load_format="dummy")), DTYPE).geometry
-    geometry, launches = replace(whole, layers=whole.layers[:1]), Launches()
+    geometry, launches = geometry_of(1), Launches()
     for name in METHODS:
-        launches.method, method = name, planned(geometry, name)
+        launches.method, method = name, planned(geometry, name, {}, LENGTH)
         with pytest.MonkeyPatch.context() as patch, fake_cuda(patch):
             for module in kernel_modules():
                 if hasattr(module, "launch"):
                     patch.setattr(module, "launch", launches)
             layer_step(method, geometry)
     rows = sorted(launches.rows, key=lambda row: (row["kernel"], -row["instructions"]))
-    save(asked.output, {"context": CONTEXT, "model": MODEL, "dtype": "bfloat16", "rows": rows})
+    save(asked.output, {"context": LENGTH, "model": MODEL, "dtype": "bfloat16", "rows": rows})
 
 
 if __name__ == "__main__":

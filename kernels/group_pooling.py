@@ -20,9 +20,10 @@ from kvcli.kernels.page_table import SlotLayout, candidate_range
 
 POOL_HEADS, POOL_SCORES = 8, 4096  # query heads that a program reads at once, and scores of all of them
 NORM_BLOCK = 1024  # blocks of a query head whose maxima and sums a program merges at once
-MANY = 256
-"""Blocks of a query head from which their maxima and sums are merged once, by a kernel before the one that pools: each
-of its programs would merge them anew.
+MANY = 512
+"""Blocks of a query head up to which every program that pools merges their maxima and sums anew.
+
+More are merged once, by a kernel before it, which costs more than the few instructions that it saves each program here.
 """
 
 Pooling = Literal["mean_s", "max_s", "mean_qk", "max_qk", "mean_q", "max_q"]
@@ -114,10 +115,41 @@ def leave_scores(
 
 
 @jit
+def merged_norms(
+    tops: tl.tensor,
+    totals: tl.tensor,
+    sinks: tl.tensor,
+    pair: tl.tensor,
+    g: tl.tensor,
+    num_blocks: tl.tensor,
+    G: tl.constexpr,
+    HK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Merge maxima and sums of all blocks of some queries `g` of a KV head: the largest score, and 1 / the sum."""
+    part = tl.arange(0, BLOCK_B)
+    there = (g < G)[:, None] & (part < num_blocks)[None, :]
+    at = (pair.to(tl.int64) * G + g)[:, None] * num_blocks + part[None, :]
+    top = tl.load(tops + at, mask=there, other=float("-inf"))
+    total = tl.load(totals + at, mask=there, other=0.0)
+    highest = tl.max(top, axis=1)
+    if sinks is not None:
+        sink = tl.load(sinks + pair % HK * G + g, mask=g < G, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)  # no candidates
+    norm = tl.sum(total * tl.exp(top - highest[:, None]), axis=1)
+    if sinks is not None:
+        norm += tl.exp(sink - highest)
+    return highest, 1.0 / tl.where(norm > 0, norm, 1.0)
+
+
+@jit
 def pooled_weights(
     scores: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
+    highest: tl.tensor,
+    share: tl.tensor,
     excluded: tl.tensor,
     sinks: tl.tensor,
     pair: tl.tensor,
@@ -135,9 +167,9 @@ def pooled_weights(
 ) -> tl.tensor:
     """Pool the softmax of the scores from `leave_scores` over the queries of a KV head, for these entries [N].
 
-    Entries that are no candidates get -inf. BLOCK_G queries are read at once, since each read waits for memory.
+    Entries that are no candidates get -inf. BLOCK_G queries are read at once, since each read waits for memory. If that
+    is all of them, `highest` and `share` may be their `merged_norms`; otherwise both are None.
     """
-    part = tl.arange(0, BLOCK_B)
     candidate = (entry >= low) & (entry < high)
     pooled = tl.zeros([BLOCK_N], tl.float32)  # weights are not negative
     for first in range(0, G, BLOCK_G):
@@ -145,23 +177,15 @@ def pooled_weights(
         head = pair.to(tl.int64) * G + g
         read = (g < G)[:, None] & candidate[None, :]
         score = tl.load(scores + head[:, None] * num_entries + entry[None, :], mask=read, other=float("-inf"))
-        there = (g < G)[:, None] & (part < num_blocks)[None, :]
-        at = head[:, None] * num_blocks + part[None, :]
-        top = tl.load(tops + at, mask=there, other=float("-inf"))
-        total = tl.load(totals + at, mask=there, other=0.0)
-        highest = tl.max(top, axis=1)
-        if sinks is not None:
-            sink = tl.load(sinks + pair % HK * G + g, mask=g < G, other=float("-inf")).to(tl.float32)
-            highest = tl.maximum(highest, sink)
-        highest = tl.where(highest == float("-inf"), 0.0, highest)  # no candidates
-        norm = tl.sum(total * tl.exp(top - highest[:, None]), axis=1)
-        if sinks is not None:
-            norm += tl.exp(sink - highest)
-        share = 1.0 / tl.where(norm > 0, norm, 1.0)
-        if HOW == "max":
-            pooled = tl.maximum(pooled, tl.max(tl.exp(score - highest[:, None]) * share[:, None], axis=0))
+        if highest is None:
+            top, part = merged_norms(tops, totals, sinks, pair, g, num_blocks, G, HK, BLOCK_B)
         else:
-            pooled += tl.sum(tl.exp(score - highest[:, None]) * (share / G)[:, None], axis=0)
+            top, part = highest, share
+        weights = tl.exp(score - top[:, None])
+        if HOW == "max":
+            pooled = tl.maximum(pooled, tl.max(weights * part[:, None], axis=0))
+        else:
+            pooled += tl.sum(weights * (part / G)[:, None], axis=0)
     if excluded is not None:
         left_out = tl.load(excluded + pair.to(tl.int64) * num_entries + entry, mask=candidate, other=0)
         pooled = tl.where(left_out != 0, -1.0, pooled)
@@ -237,8 +261,8 @@ def _pool_kernel(
     low, high, _ = candidate_range(lengths, pair // HK, num_entries, sink, window, SIZE, GROUP)
     entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # fmt: off
-    pooled = pooled_weights(scores, tops, totals, excluded, sinks, pair, entry, low, high, num_entries, num_blocks,
-                            G, HOW, HK, BLOCK_G, BLOCK_N, BLOCK_B)
+    pooled = pooled_weights(scores, tops, totals, None, None, excluded, sinks, pair, entry, low, high, num_entries,
+                            num_blocks, G, HOW, HK, BLOCK_G, BLOCK_N, BLOCK_B)
     # fmt: on
     tl.store(out + pair.to(tl.int64) * num_entries + entry, pooled, mask=entry < num_entries)
 

@@ -39,6 +39,7 @@ from kvcli.kernels.group_pooling import (
     GroupScores,
     HeadPooling,
     Pooling,
+    merged_norms,
     pool_queries,
     pool_scores,
     pooled_at_once,
@@ -258,14 +259,17 @@ def _score_kernel(
         if last_to_arrive(arrived + pair, BLOCKS):
             scores_of = pair.to(tl.int64) * num_pages
             if WHAT == "s":
-                stop = num_pages
+                stop, highest, share = num_pages, None, None
                 if selected is not None:  # nobody reads the scores of the others
                     stop = high
+                if POOL_G >= G:  # merged once, where all queries are pooled at once
+                    every = tl.arange(0, POOL_G)
+                    highest, share = merged_norms(tops, totals, None, pair, every, BLOCKS, G, HK, BLOCK_B)
                 for start in range(0, stop, POOL_N):
                     some = start + tl.arange(0, POOL_N)
                     # fmt: off
-                    weights = pooled_weights(out, tops, totals, None, None, pair, some, low, high, num_pages, BLOCKS,
-                                             G, HOW, HK, POOL_G, POOL_N, BLOCK_B)
+                    weights = pooled_weights(out, tops, totals, highest, share, None, None, pair, some, low, high,
+                                             num_pages, BLOCKS, G, HOW, HK, POOL_G, POOL_N, BLOCK_B)
                     # fmt: on
                     tl.store(pooled_out + scores_of + some, weights, mask=some < num_pages)
                 tl.debug_barrier()

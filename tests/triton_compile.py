@@ -71,7 +71,7 @@ def describe(compiled: Any) -> dict[str, int]:
     sizes = {"registers": registers, "spilt": stack, "shared": compiled.metadata.shared}
     return sizes | {
         "widest": max(each for _, each in bits),
-        "narrowest": min(each for which, each in bits if which == "ld"),
+        "narrowest": min((each for which, each in bits if which == "ld"), default=0),
     }
 
 

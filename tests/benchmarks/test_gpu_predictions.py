@@ -57,6 +57,25 @@ def test_what_is_recalled_before_attention_is_waited_for(subject):
     assert waited["arkvale"] == pytest.approx(1000 * rows["arkvale"]["recalled_bytes"] / bus)
 
 
+@pytest.mark.parametrize("corrected", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("context", [32_768, 131_072])
+def test_predictions_are_near_what_was_measured(subject, context, corrected, monkeypatch):
+    """Two constants are fitted to 30 % of the heads; with none or all of them corrected they have to hold, too."""
+    monkeypatch.setattr(predictions, "CORRECTED", corrected)
+    monkeypatch.setitem(predictions.EXPOSED, "after", corrected)
+    cases = {f"freekv {corrected:.0%}": predicted(subject, "freekv", context)["step_ms"]}
+    cases |= {name: predicted(subject, name, context)["step_ms"] for name in ("full", "streaming")}
+    parts = json.loads((BENCHMARKS / "results/gpu.json").read_text())["parts"]
+    rows = [row for part in ("speed", "peers") for row in parts[part]["rows"] if row["context"] == context]
+    taken = {row["case"]: row["step_ms"]["median"] for row in rows}
+    assert cases == pytest.approx({case: taken[case] for case in cases}, rel=0.05)
+
+
+def test_a_choice_is_waited_for_where_it_precedes_attention(subject):
+    rows = {name: predicted(subject, name)["choice_ms"] for name in ("arkvale", "freekv", "infinigen", "full")}
+    assert rows["arkvale"] > rows["freekv"] > rows["infinigen"] == rows["full"] == 0
+
+
 def test_a_slower_memory_makes_a_longer_step(subject):
     slow, fast = (predicted(subject, "full", 131_072, gpu) for gpu in ("l4", "b200"))
     assert slow["kernels_ms"] == fast["kernels_ms"]

@@ -36,6 +36,7 @@ from kvcli.kernels.group_pooling import GroupScores, Pooling, leave_scores, pool
 from kvcli.kernels.page_table import PagedKV, SlotLayout, candidate_range, candidates, slot_of, slot_of_page
 
 BLOCK_ELEMENTS = 4096  # of keys, or of their bits, held at once per program
+WEIGHTS = 2048  # products of queries and scales per warp
 
 
 def quantise_keys_ref(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,6 +334,22 @@ def one_bit_scores_device_ref(
 
 
 @jit
+def _by_bit(x: tl.tensor, BLOCK_Y: tl.constexpr, BLOCK_G: tl.constexpr) -> Any:
+    """Take numbers of all channels [BLOCK_Y, BLOCK_G, 8] apart: for each bit those of its channels.
+
+    They are read 16 bytes at a time, where the channels of a bit would be read number by number.
+    """
+    even, odd = tl.split(tl.reshape(x, [BLOCK_Y, BLOCK_G, 2, 2, 2]))
+    at_0, at_2 = tl.split(even)
+    at_1, at_3 = tl.split(odd)
+    b0, b4 = tl.split(at_0)
+    b2, b6 = tl.split(at_2)
+    b1, b5 = tl.split(at_1)
+    b3, b7 = tl.split(at_3)
+    return b0, b1, b2, b3, b4, b5, b6, b7
+
+
+@jit
 def _one_bit_kernel(
     q: tl.tensor,
     codes: tl.tensor,
@@ -373,11 +390,30 @@ def _one_bit_kernel(
     b, h = (pair // HK).to(tl.int64), (pair % HK).to(tl.int64)
     num_tokens = num_groups * GROUP
     low, high, _ = candidate_range(lengths, b, num_tokens, sink, window, SIZE, TOGETHER)
-    byte = tl.arange(0, BLOCK_Y)
+    byte, bit, row = tl.arange(0, BLOCK_Y), tl.arange(0, 8), tl.arange(0, BLOCK_G)
     ranges += b * ranges_batch + h * ranges_head + group.to(tl.int64) * 2 * D
     codes += b * codes_batch + h * codes_head + group.to(tl.int64) * GROUP * BYTES
-    row = tl.arange(0, BLOCK_G)
-    queries = q + b * q_batch + (h * G + row)[None, :] * q_head
+    c = byte[:, None, None] * 8 + bit[None, None, :]  # [BLOCK_Y, 1, 8]
+    at = q + b * q_batch + (h * G + row)[None, :, None] * q_head + c
+    query = tl.load(at, mask=(row < G)[None, :, None] & (c < D), other=0.0).to(tl.float32)  # [BLOCK_Y, BLOCK_G, 8]
+    if WHAT == "q":
+        if HOW == "max":
+            pooled = tl.max(tl.where((row < G)[None, :, None], query, float("-inf")), axis=1)
+        else:
+            pooled = tl.sum(query, axis=1) / G
+        query = tl.where((row == 0)[None, :, None], pooled[:, None, :], 0.0)
+    scale = tl.load(ranges + c, mask=c < D, other=0.0).to(tl.float32)
+    zero = tl.load(ranges + D + c, mask=c < D, other=0.0).to(tl.float32)
+    base = tl.sum(tl.sum(query * (zero - scale), axis=2), axis=0)
+    # Weights made of half precisions are the sum of two numbers of bf16, which keep 16 bits; others of three. Each is
+    # 2^63 times as large, for a bit that is moved into the exponent of bf16 then needs no further operation.
+    weights = 2.0**64 * query * scale
+    first = weights.to(tl.bfloat16)
+    rest = weights - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    firsts, seconds = _by_bit(first, BLOCK_Y, BLOCK_G), _by_bit(second, BLOCK_Y, BLOCK_G)
+    if q.dtype.element_ty == tl.float32:
+        thirds = _by_bit((rest - second.to(tl.float32)).to(tl.bfloat16), BLOCK_Y, BLOCK_G)
     blocks_of = tl.cdiv(GROUP, BLOCK_R)
     for start in range(0, GROUP, BLOCK_R):
         i = start + tl.arange(0, BLOCK_R)
@@ -386,30 +422,13 @@ def _one_bit_kernel(
         there = candidate[:, None] & (byte < BYTES)[None, :]
         packed = tl.load(codes + i[:, None] * BYTES + byte[None, :], mask=there, other=0).to(tl.int32)
         scores = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
-        base = tl.zeros([BLOCK_Y, BLOCK_G], tl.float32)
-        for bit in tl.static_range(8):  # one channel of each byte: bits stay where their bytes are
-            c = 8 * byte + bit
-            scale = tl.load(ranges + c, mask=c < D, other=0.0).to(tl.float32)
-            zero = tl.load(ranges + D + c, mask=c < D, other=0.0).to(tl.float32)
-            inside = (c < D)[:, None] & (row < G)[None, :]
-            query = tl.load(queries + c[:, None], mask=inside, other=0.0).to(tl.float32)
-            if WHAT == "q":
-                if HOW == "max":
-                    pooled = tl.max(tl.where((row < G)[None, :], query, float("-inf")), axis=1)
-                else:
-                    pooled = tl.sum(query, axis=1) / G
-                query = tl.where((row == 0)[None, :], pooled[:, None], 0.0)
-            base += query * (zero - scale)[:, None]
-            weights = 2.0 * query * scale[:, None]
-            bits = (((packed >> bit) & 1) * 0x3F80).to(tl.int16).to(tl.bfloat16, bitcast=True)  # 0x3F80 is 1 in bf16
-            # Weights made of half precisions are the sum of two numbers of bf16, which keep 16 bits; others of three.
-            first = weights.to(tl.bfloat16)
-            rest = weights - first.to(tl.float32)
-            second = rest.to(tl.bfloat16)
-            scores += multiply(bits, first, WIDE) + multiply(bits, second, WIDE)
+        for one in tl.static_range(8):  # one channel of each byte: bits stay where their bytes are
+            bits = ((packed << (13 - one)) & 0x2000).to(tl.int16).to(tl.bfloat16, bitcast=True)  # 0 or 2^-63
+            scores += multiply(bits, firsts[one], WIDE)
+            scores += multiply(bits, seconds[one], WIDE)
             if q.dtype.element_ty == tl.float32:
-                scores += multiply(bits, (rest - second.to(tl.float32)).to(tl.bfloat16), WIDE)
-        scores = tl.trans(factor * (scores + tl.sum(base, axis=0)[None, :]))
+                scores += multiply(bits, thirds[one], WIDE)
+        scores = tl.trans(factor * (scores + base[None, :]))
         block = group * blocks_of + start // BLOCK_R
         here = tl.where(i < GROUP, token, num_tokens)
         num_blocks = num_groups * blocks_of
@@ -487,6 +506,7 @@ def _score(
     require("ranges", ranges, (b, num_kv_heads, num_groups, 2, d))
     if codes.stride()[2:] != (group * size, size, 1) or ranges.stride()[2:] != (2 * d, d, 1):
         raise ValueError(f"groups are not one behind the other: strides {codes.stride()} and {ranges.stride()}")
+    chosen, block_g = _score_blocks(group, d), max(8, power_of_two(num_heads // num_kv_heads))
     launch(
         _one_bit_kernel,
         (num_groups, b * num_kv_heads),
@@ -499,7 +519,7 @@ def _score(
         HOW=how,
         WHAT=what,
         WIDE=interpreted(),
-        BLOCK_G=max(8, power_of_two(num_heads // num_kv_heads)),
-        **_score_blocks(group, d),
-        warps=2 if what == "q" else 1,
+        BLOCK_G=block_g,
+        **chosen,
+        warps=max(2 if what == "q" else 1, min(8, 8 * chosen["BLOCK_Y"] * block_g // WEIGHTS)),
     )

@@ -79,19 +79,18 @@ def moved(method):
     return method_on_fake_cuda(method)
 
 
-def traced(name, wanted, lengths, monkeypatch, streams=None):
+def traced(methods, lengths, monkeypatch, streams=None, heads=H, kv_heads=HK, d=D):
     """Run two steps of a batch: what its last layer launched in the second, by kind, and what it should not have done.
 
     A layer that chooses ahead is told its queries right before; what that launches counts as its own. Where a layer
     chooses for the next one, the last that does so counts.
     """
-    methods = [prefilled(name, wanted, length, LAYERS) for length in lengths]
-    softmax, b = Softmax(D**-0.5), len(lengths)
+    softmax, b, dtype = Softmax(d**-0.5), len(lengths), methods[0].context.tiers.dtype
     with fake_cuda(monkeypatch) as (launched, mode):
         streams = streams or SerialStreams()
         pipeline = SlotPipeline([moved(method) for method in methods], lengths, streams)
         pipeline.start()
-        q, k, v = (torch.empty(b, heads, 1, D, device=CUDA) for heads in (H, HK, HK))
+        q, k, v = (torch.empty(b, own, 1, d, dtype=dtype, device=CUDA) for own in (heads, kv_heads, kv_heads))
         for _ in range(2):
             launched.clear()
             mode.from_host.clear()
@@ -107,7 +106,7 @@ def traced(name, wanted, lengths, monkeypatch, streams=None):
                     out = pipeline(layer, q, k, v, softmax)
                 after = sum(watch.kernels.values()), len(launched)
                 pipeline.settle()
-        assert out.shape == (b, 1, H, D)
+        assert out.shape == (b, 1, heads, d)
         assert out.is_cuda
     torch_, triton = (end - begin for begin, end in zip(before, after, strict=True))
     return triton, torch_, [*watch.faults, *(f"{each} of the host's numbers" for each in mode.from_host)]
@@ -115,7 +114,8 @@ def traced(name, wanted, lengths, monkeypatch, streams=None):
 
 @pytest.mark.parametrize(("name", "switch", "lengths"), list(cases()))
 def test_a_step_can_be_captured_and_keeps_to_its_budget(name, switch, lengths, monkeypatch, request):
-    kernels, operations, faults = traced(name, switch, lengths, monkeypatch)
+    methods = [prefilled(name, switch, length, LAYERS) for length in lengths]
+    kernels, operations, faults = traced(methods, lengths, monkeypatch)
     assert faults == []
     allowed = BUDGET[request.node.callspec.id]
     assert kernels <= allowed[0]
