@@ -261,7 +261,7 @@ def check(
         least = f"with {sampling.max_tokens:,} tokens of output no context fits"
     if not loaded and not isinstance(device, Placement):
         path = None if checkpoint.spec.dummy else checkpoint.path
-        forms = smaller_forms(checkpoint.config, checkpoint.dtype, checkpoint.geometry, path)
+        forms = smaller_forms(checkpoint.config, checkpoint.dtype, checkpoint.geometry, path, checkpoint.device)
         if options := that_fit(forms, lambda form: fits(planned(longest, form).on(device), free)):
             least += f"; it fits with {in_words(options)}"
     number = counted.total()

@@ -49,7 +49,7 @@ from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, build_on_meta, geometry_of, geometry_of_model
 from kvcli.models.gguf import config_of, empty_model, from_hub, load_gguf, tensor_kinds, tie_head, tokenizer_of
 from kvcli.models.place import bundled_model, find, gguf_parts
-from kvcli.models.streamed import Layout, Piece, Source, Streaming, WeightsOn
+from kvcli.models.streamed import Layout, Piece, Source, Streaming, WeightsOn, check_place
 from kvcli.models.weights import (
     WIDER,
     HalfForm,
@@ -367,14 +367,9 @@ def _streaming(
         KvcliError: the weights cannot lie where `spec` says (usage), or not in so little memory (will not fit).
     """
     asked, form = f"--weights-on {spec.weights_on}", geometry.form
-    if device.type == "cpu" and spec.weights_on == "host":
-        raise usage_error(f"{asked}: host memory is the device of a CPU", "use --weights-on disk")
-    if device.type == "cuda" and spec.weights_on == "disk":
-        raise usage_error(f"{asked} serves a CPU, not a GPU", "use --weights-on host")
+    check_place(spec.weights_on, device)
     if spec.dummy:
         raise usage_error(f"{asked} reads weights from files, but dummy ones are in none", "leave one of them out")
-    if form is not None and (form.widened or not isinstance(form, PackedForm)):
-        raise usage_error(f"{asked} takes weights as they are in the files, not {form.label}", "leave one of them out")
     if path is None or not (_is_gguf(path) or any(path.glob("model*.safetensors"))):
         raise usage_error(f"{asked} reads safetensors or GGUF files, and {spec.label} names none", "name a directory")
     shapes = build_on_meta(config, dtype)

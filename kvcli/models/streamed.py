@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.auto import layers_of
-from kvcli.models.weights import LATENT_UP, WeightForm, room_for
+from kvcli.models.weights import LATENT_UP, PackedForm, WeightForm, room_for
 from kvcli.sizes import format_bytes
 
 WeightsOn = Literal["device", "host", "disk"]
@@ -60,14 +60,17 @@ class Streaming:
     def of(
         cls, model: PreTrainedModel, form: WeightForm | None, total: int, where: WeightsOn, limit: int | None = None
     ) -> Streaming | None:
-        """Choose the layers of a model on the meta device whose weights take `total` bytes; None if all of them stay.
+        """Choose the layers of a model on the meta device whose weights take `total` bytes; None if all fit `limit`.
 
         As many layers stay as `limit` bytes of the device hold, by default as few as possible: an even number passes,
         so that the first one can be read while the last one is computed.
 
         Raises:
-            KvcliError: `limit` is too small (will not fit).
+            KvcliError: `limit` is too small (will not fit), or weights do not pass through such a model (usage).
         """
+        if form is not None and (form.widened or not isinstance(form, PackedForm)):
+            what = f"--weights-on {where} takes weights as they are in the files, not {form.label}"
+            raise usage_error(what, "leave one of them out")
         held = {} if form is None else form.held(model)
         every = {name: held.get(name, weight.nbytes) for name, weight in model.named_parameters()}
         own = [(number, names, _size([every[name] for name in names])) for number, names in _passing(model) if names]
@@ -76,7 +79,12 @@ class Streaming:
             sizes = [size for *_, size in own[stay:]]
             return total - sum(sizes) + 2 * max(sizes)
 
-        if len(own) < _FEWEST or (limit is not None and limit >= total):
+        if len(own) < _FEWEST:
+            what = (
+                f"--weights-on {where} needs {_FEWEST} layers with matrices of their own, but this model has {len(own)}"
+            )
+            raise usage_error(what, "leave it out")
+        if limit is not None and limit >= total:
             return None
         few = len(own) % 2
         if limit is not None and limit < holding(few):
@@ -108,6 +116,14 @@ def _passing(model: PreTrainedModel) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 def _size(sizes: Sequence[int]) -> int:
     return sum(-(-size // _LINE) * _LINE for size in sizes)
+
+
+def check_place(where: WeightsOn, device: torch.device) -> None:
+    """Refuse weights where a device does not take them from; raises KvcliError (usage)."""
+    if device.type == "cpu" and where == "host":
+        raise usage_error("--weights-on host: host memory is the device of a CPU", "use --weights-on disk")
+    if device.type == "cuda" and where == "disk":
+        raise usage_error("--weights-on disk serves a CPU, not a GPU", "use --weights-on host")
 
 
 class Piece(NamedTuple):

@@ -286,7 +286,7 @@ class PackedForm(WeightForm):
         return {
             name: weight.shape[:-1].numel() * how.row_bytes(weight.shape[-1])
             for name, weight, how in found
-            if how is not None
+            if how is not None and weight.dim() > 1  # no bias
             if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding) or weight.dim() == 3
         }
 

@@ -139,10 +139,6 @@ class Passed(NamedTuple):
     nbytes: int = 0
     waited: int = 0
 
-    def since(self, before: Passed) -> Passed:
-        """Return what was counted after `before`."""
-        return Passed(self.nbytes - before.nbytes, self.waited - before.waited)
-
 
 class StreamedWeights:
     """What brings layers to their places; layers are counted among those that pass."""
@@ -176,6 +172,11 @@ class StreamedWeights:
             yield
         finally:
             self._bring(self._current)
+
+    def taken(self) -> Passed:
+        """Return what was counted since the last look."""
+        counted, self.passed = self.passed, Passed()
+        return counted
 
     def close(self) -> None:
         """End the threads, and close the files."""
