@@ -80,9 +80,7 @@ class Streaming:
             return total - sum(sizes) + 2 * max(sizes)
 
         if len(own) < _FEWEST:
-            what = (
-                f"--weights-on {where} needs {_FEWEST} layers with matrices of their own, but this model has {len(own)}"
-            )
+            what = f"--weights-on {where} needs {_FEWEST} layers with matrices of their own; this model has {len(own)}"
             raise usage_error(what, "leave it out")
         if limit is not None and limit >= total:
             return None

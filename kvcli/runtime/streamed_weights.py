@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcli.errors import KvcliError, usage_error
+from kvcli.errors import usage_error
 from kvcli.memory.disk_tier import ALIGNMENT, READ_BYTES, DamagedError, DiskError, UnbufferedFile
 from kvcli.memory.pinned import host_memory, pinned_allocator
 from kvcli.models.auto import layers_of
@@ -29,7 +29,11 @@ _BUFFER = READ_BYTES + 2 * ALIGNMENT
 
 
 class Reader:
-    """Reads weights past the system's cache, by several threads."""
+    """Reads weights past the system's cache, by several threads.
+
+    Raises:
+        DiskError: a file cannot be opened or read, or ends too early.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(READERS, "weights")
@@ -41,7 +45,10 @@ class Reader:
         begun, at = [], 0
         for file, offset, nbytes in source.pieces:
             if file not in self._files:
-                self._files[file] = UnbufferedFile(file)
+                try:
+                    self._files[file] = UnbufferedFile(file)
+                except OSError as error:
+                    raise _failed(file, error) from None
             for begin in range(0, nbytes, READ_BYTES):
                 part = target[at + begin : at + min(begin + READ_BYTES, nbytes)]
                 begun.append(self._threads.submit(self._read, file, offset + begin, part))
@@ -49,11 +56,7 @@ class Reader:
         return begun
 
     def finish(self, begun: Sequence[Future[None]], sources: Sequence[tuple[Source, Tensor]]) -> None:
-        """Wait for all reads, and settle what was read.
-
-        Raises:
-            DiskError: a read failed, or a file ends too early.
-        """
+        """Wait for all reads, and settle what was read."""
         wait(begun)
         for each in begun:
             each.result()
@@ -78,10 +81,14 @@ class Reader:
             if file.direct is None:
                 os.posix_fadvise(file.fd, first, last - first, os.POSIX_FADV_DONTNEED)
         except (OSError, DamagedError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            what = f"{path}: reading weights failed: {reason}"
-            raise DiskError(what, "leave the file alone during a run; if it is cut off, download it again") from None
+            raise _failed(path, error) from None
         target.numpy()[:] = self._own.buffer.numpy()[offset - first :][:nbytes]
+
+
+def _failed(path: Path, error: Exception) -> DiskError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    what = f"{path}: reading weights failed: {reason}"
+    return DiskError(what, "leave the file alone during a run; if it is cut off, download it again")
 
 
 class _Bringing(Protocol):
@@ -99,9 +106,13 @@ class _FromFiles:
 
     def __init__(self, reader: Reader, weights: Sequence[Sequence[tuple[Source, int]]]):
         self.reader, self.weights = reader, weights
+        self._reads: dict[int, list[Future[None]]] = {}  # the latest into each place, by its address
 
     def start(self, at: int, place: Tensor) -> list[Future[None]]:
-        return [each for source, target in self._targets(at, place) for each in self.reader.start(source, target)]
+        begun = self._reads.setdefault(place.data_ptr(), [])
+        wait(begun)  # a run that was interrupted left them
+        begun[:] = [each for source, target in self._targets(at, place) for each in self.reader.start(source, target)]
+        return begun
 
     def finish(self, at: int, place: Tensor, begun: Any) -> None:
         self.reader.finish(begun, list(self._targets(at, place)))
@@ -211,8 +222,8 @@ class StreamedWeights:
         started = perf_counter_ns()
         try:
             self._bringing.finish(at, self.layout.places[place], begun)
-        except KvcliError:
-            self._coming[place] = None
+        except BaseException:
+            self._coming[place] = None  # it is read again
             raise
         self._here[place], self._coming[place] = at, None
         nbytes, waited = self.passed

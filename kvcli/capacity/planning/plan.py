@@ -36,8 +36,8 @@ class CapacityPlan:
     upper bound. `disk` is the bytes of the prompts' saved KV, `disk_rate` the bytes that a disk reads in a second, if
     given. `tier` is the disk below host memory, if there is one, with `disk_free` bytes. `weights` is the form that
     weights are brought into on loading, `placement` the devices of layers, if there are several. Where the run does not
-    fit, it would with one of the options of the model in `fits_with`. `streaming` says which layers' weights are brought
-    to the device in turn.
+    fit, it would with one of the options of the model in `fits_with`. `streaming` says which layers' weights are
+    brought to the device in turn.
     """
 
     label: str
