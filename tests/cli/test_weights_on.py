@@ -74,14 +74,15 @@ def test_saved_kv_and_kept_runs(generate, model, warm, document, tmp_path):
 
 
 def test_rows_of_a_batch_pass_together(warm, model, tmp_path):
-    rows = [{"prompt": WORDS * (4 + at), "id": str(at)} for at in range(4)]
+    rows = [{"prompt": WORDS * (4 + at), "custom_id": str(at)} for at in range(4)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = []
     for name, more in (("plain", []), ("disk", DISK)):
         out = tmp_path / f"{name}.jsonl"
         done = warm("batch", "-m", model, "in.jsonl", "-o", out, "--max-tokens", 8, "-q", *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        texts.append(sorted((row["id"], row["text"]) for row in map(json.loads, out.read_text().splitlines())))
+        results = map(json.loads, out.read_text().splitlines())
+        texts.append(sorted((row["custom_id"], json.dumps(row["response"]["body"]["choices"])) for row in results))
     assert texts[0] == texts[1]
 
 
