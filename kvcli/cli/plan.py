@@ -199,20 +199,21 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
         path = locate(spec)
         form = form_in(config, model.weights, place, path, here, model.dtype)
         subject = PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, path)
-        if model.weights_on == "device":
-            return subject
-        check_place(model.weights_on, place)
-        return subject.with_weights_on(model.weights_on, model.weights_memory)
+        in_turn = model.weights_on != "device"
+        return subject.with_weights_on(model.weights_on, model.weights_memory) if in_turn else subject
 
     others = another_machine(device)
     if told and not others:
         what = f"{next(iter(told))} plans for another machine with a GPU, but --device {device} is this one"
         raise usage_error(what, "leave one of them out")
+    check_place(model.weights_on, model.weights_memory, others if told else resolve_devices(device))
     if not told:
         devices = resolve_devices(device)
         first = devices[0]
         subject = subject_on(first, True)
-        placement = placed(device, config, subject.dtype, subject.geometry, devices)
+        placement = None
+        if subject.geometry.streaming is None:
+            placement = placed(device, config, subject.dtype, subject.geometry, devices)
         rates = measure_rates(first, subject.dtype)
         return subject, Machine(first, available(placement or first), rates, True, placement)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]

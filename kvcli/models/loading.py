@@ -336,15 +336,12 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
         check_files(path)
     if form is not None:
         form.require()
+    check_place(spec.weights_on, spec.weights_memory, devices)
     placement = None
     if spec.weights_on == "device":
-        if spec.weights_memory is not None:
-            raise usage_error("--weights-memory needs --weights-on host or disk", "say where the other weights lie")
         placement = placed(spec.device, config, dtype, geometry, devices)
-    elif len(devices) > 1:
-        raise usage_error(f"--weights-on {spec.weights_on} needs one device, but --device names several", "name one")
     else:
-        geometry = replace(geometry, streaming=_streaming(spec, path, config, dtype, geometry, device))
+        geometry = replace(geometry, streaming=_streaming(spec, path, config, dtype, geometry))
     try:
         with quiet():
             tokenizer = _tokenizer(spec, path, config, geometry)
@@ -359,7 +356,6 @@ def _streaming(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     geometry: ModelGeometry,
-    device: torch.device,
 ) -> Streaming | None:
     """Choose which layers pass through the device, and make sure that their files hold what a model holds.
 
@@ -367,7 +363,6 @@ def _streaming(
         KvcliError: the weights cannot lie where `spec` says (usage), or not in so little memory (will not fit).
     """
     asked, form = f"--weights-on {spec.weights_on}", geometry.form
-    check_place(spec.weights_on, device)
     if spec.dummy:
         raise usage_error(f"{asked} reads weights from files, but dummy ones are in none", "leave one of them out")
     if path is None or not (_is_gguf(path) or any(path.glob("model*.safetensors"))):

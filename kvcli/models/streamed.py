@@ -37,7 +37,8 @@ _AT_ONCE = 8 << 20  # bytes
 class Streaming:
     """Which layers pass through the device, from `where`: the names of their weights, their bytes, their numbers.
 
-    `held` are the bytes of weights on the device: those that stay, and two places.
+    `held` are the bytes of weights on the device: those that stay, and two places. `limit` is what they may take, if
+    that was said.
     """
 
     where: WeightsOn
@@ -45,6 +46,7 @@ class Streaming:
     sizes: tuple[int, ...]
     layers: tuple[int, ...]
     held: int
+    limit: int | None = None
 
     @property
     def a_pass(self) -> int:
@@ -93,7 +95,7 @@ class Streaming:
             )
         stay = max(n for n in range(few, len(own) - 1, 2) if n == few or (limit is not None and holding(n) <= limit))
         numbers, names, sizes = zip(*own[stay:], strict=True)
-        return cls(where, names, sizes, numbers, holding(stay))
+        return cls(where, names, sizes, numbers, holding(stay), limit)
 
 
 def _passing(model: PreTrainedModel) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -116,8 +118,15 @@ def _size(sizes: Sequence[int]) -> int:
     return sum(-(-size // _LINE) * _LINE for size in sizes)
 
 
-def check_place(where: WeightsOn, device: torch.device) -> None:
-    """Refuse weights where a device does not take them from; raises KvcliError (usage)."""
+def check_place(where: WeightsOn, limit: int | None, devices: Sequence[torch.device]) -> None:
+    """Refuse weights where these devices do not take them from; raises KvcliError (usage)."""
+    if where == "device":
+        if limit is not None:
+            raise usage_error("--weights-memory needs --weights-on host or disk", "say where the other weights lie")
+        return
+    if len(devices) > 1:
+        raise usage_error(f"--weights-on {where} needs one device, but --device names several", "name one")
+    device = devices[0]
     if device.type == "cpu" and where == "host":
         raise usage_error("--weights-on host: host memory is the device of a CPU", "use --weights-on disk")
     if device.type == "cuda" and where == "disk":

@@ -117,6 +117,9 @@ def test_advice_names_it_where_weights_fit_no_card(warm):
     assert "--weights-on host" in shown.stdout
 
 
-def test_refusals(generate):
+def test_refusals(generate, warm, model):
+    several = warm("plan", "-m", model, *DISK, "--device", "cpu,cpu")
+    assert_refused(several, ExitCode.USAGE, "--weights-on disk", "needs one device")
+    assert_refused(warm("plan", "-m", model, "--weights-memory", "1GB"), ExitCode.USAGE, "--weights-memory")
     assert_refused(generate("--weights-on", "host"), ExitCode.USAGE, "--weights-on host", "CPU")
     assert_refused(generate(*DISK, "--weights-memory", "1KB"), ExitCode.WILL_NOT_FIT, "--weights-memory", "too little")

@@ -247,9 +247,10 @@ def test_what_does_not_go_together(llama, more, words):
 
 
 def test_a_gpu_takes_weights_from_its_host():
-    check_place("host", torch.device("cuda"))
+    cuda = torch.device("cuda")
+    check_place("host", None, [cuda])
     with pytest.raises(KvcliError, match="--weights-on disk serves a CPU"):
-        check_place("disk", torch.device("cuda"))
+        check_place("disk", None, [cuda])
 
 
 @pytest.mark.parametrize(("family", "layers"), [("gpt2", 4), ("llama", 3)])

@@ -188,6 +188,7 @@ def command(model: str | None, plan: CapacityPlan) -> str:
         options += ["--weights", plan.weights]
     if plan.streaming is not None:
         options += ["--weights-on", plan.streaming.where]
+        options += [] if plan.streaming.limit is None else ["--weights-memory", f"{plan.streaming.limit}"]
     if plan.tier is not None:
         size = plan.tier.host_bytes >> 20
         host = f"{size >> 10}GiB" if size % 1024 == 0 else f"{size}MiB"

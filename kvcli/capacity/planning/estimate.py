@@ -139,8 +139,8 @@ def estimate(
     """Estimate the times of `batch` prompts of `context` tokens; None if the rates are unknown.
 
     `method` is the method object of one of them, on the meta device. A `disk` holds part of what it fetches. Weights
-    that are brought in turn, once a prompt and once a step, come while others are computed; from a disk of `disk_rate`,
-    or at once if that is unknown.
+    that are brought in turn, once a prompt (or each of its windows) and once a step, come while others are computed;
+    from a disk of `disk_rate`, or at once if that is unknown.
     """
     rates, itemsize = machine.rates, subject.dtype.itemsize
     if rates is None:
@@ -162,13 +162,14 @@ def estimate(
     scale = min(1.0, step / least)
     from_disk = 0 if disk is None else round(disk.missing * sum(part.to_device for part in work.values()))
     reading = 0.0 if disk is None else from_disk / disk.rate
-    bringing = 0.0
+    bringing, passes = 0.0, 1
     if (streaming := subject.geometry.streaming) is not None:
         rate = rates.to_device.median if streaming.where == "host" else disk_rate
         bringing = 0.0 if rate is None else streaming.a_pass / rate
+        passes = -(-context // (method.prefill_window or context))
         from_disk += streaming.a_pass if streaming.where == "disk" else 0
     return Times(
-        prefill=batch * max(prefill, bringing),
+        prefill=batch * max(prefill, passes * bringing),
         step=max(step, bringing, reading) if tried is None else max(step, bringing) + reading,
         roofline=max(scale * least, bringing, reading),
         phases={phase: (work[phase], scale * seconds) for phase, seconds in phases.items()},
