@@ -671,7 +671,7 @@ def load_gguf(
         owner, _, own = name.rpartition(".")
         raw = rooms.get(name)
         if streaming is None or raw is None:
-            raw = sources[name].read(raw)
+            raw = sources[name].read(raw, keep=streaming is None)
         weight = _weight(header, name, named[name], packing, dtype, raw).to(device)
         setattr(model.get_submodule(owner), own, nn.Parameter(weight, requires_grad=False))
     tie_head(model)

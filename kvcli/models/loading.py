@@ -585,10 +585,10 @@ def _tensors(parts: Mapping[str, Sequence[StoredTensor]], layout: Layout | None)
                     if name in parts:
                         yield name, tensors.get_tensor(name)
         return
-    dtypes = {kind: dtype for dtype, kind in _KINDS.items()}
+    dtypes = {kind: dtype for dtype, kind in _KINDS.items()} | {"F64": torch.float64, "I64": torch.int64}
     for name, each in parts.items():
         if each:
-            raw = layout.rooms[name] if name in layout.rooms else layout.sources[name].read()
+            raw = layout.rooms[name] if name in layout.rooms else layout.sources[name].read(keep=False)
             yield name, raw.view(dtypes[each[0].kind])
 
 

@@ -152,8 +152,8 @@ class Source(NamedTuple):
         """Bytes of the weight."""
         return sum(piece.nbytes for piece in self.pieces)
 
-    def read(self, room: Tensor | None = None) -> Tensor:
-        """Read the bytes into a `room` [n] in host memory, or make one; the system need not keep them.
+    def read(self, room: Tensor | None = None, keep: bool = True) -> Tensor:
+        """Read the bytes into a `room` [n] in host memory, or make one; the system may `keep` them in its cache.
 
         Raises:
             KvcliError: a file ends too early.
@@ -168,7 +168,8 @@ class Source(NamedTuple):
                     target: Any = room[at + begin : at + begin + some].numpy()
                     if file.readinto(target) < some:
                         raise KvcliError(f"{path} is cut off", "download that file again")
-                    os.posix_fadvise(file.fileno(), offset + begin, some, os.POSIX_FADV_DONTNEED)
+                    if not keep:
+                        os.posix_fadvise(file.fileno(), offset + begin, some, os.POSIX_FADV_DONTNEED)
             at += nbytes
         if self.settle is not None:
             self.settle(room)
