@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.models.auto import layers_of
-from kvcli.models.weights import LATENT_UP, PackedForm, WeightForm, room_for
+from kvcli.models.weights import LATENT_UP, LINE, PackedForm, WeightForm, room_for
 from kvcli.sizes import format_bytes
 
 WeightsOn = Literal["device", "host", "disk"]
 """Where the weights of decoder layers lie between their uses."""
 
 _FEWEST = 4  # layers, of which two places hold less than all
-_LINE = 64  # bytes of a cache line, at which each weight begins
 _AT_ONCE = 8 << 20  # bytes
 
 
@@ -115,7 +114,8 @@ def _passing(model: PreTrainedModel) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def _size(sizes: Sequence[int]) -> int:
-    return sum(-(-size // _LINE) * _LINE for size in sizes)
+    """Return the bytes of a place for weights of these sizes, each of which begins with a cache line."""
+    return sum(-(-size // LINE) * LINE for size in sizes)
 
 
 def check_place(where: WeightsOn, limit: int | None, devices: Sequence[torch.device]) -> None:

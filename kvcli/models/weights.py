@@ -107,7 +107,8 @@ def have_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
             weight.data = weight.data.to(dtype)
 
 
-_LINE = 64  # bytes of a cache line
+LINE = 64
+"""Bytes of a cache line."""
 
 
 def room_for(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor | None]:
@@ -115,7 +116,7 @@ def room_for(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor | 
 
     A step reads all of it, and the processor's TLB covers too few normal pages.
     """
-    begins = list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
+    begins = list(accumulate((-(-size // LINE) * LINE for size in sizes), initial=0))
     if device.type != "cpu" or not sizes:
         return [None] * len(sizes)
     memory = mmap.mmap(-1, begins[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
