@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from kvcli.errors import KvcliError
 from kvcli.models.geometry import ModelGeometry, build_on_meta
 from kvcli.models.loading import describe
-from kvcli.models.streamed import Streaming, WeightsOn
+from kvcli.models.streamed import InTurn, WeightsOn
 from kvcli.models.weights import ON_LOADING, HalfForm, WeightForm
 
 _WEIGHTS = ("int8", "int4")  # the closest to the model's own first
@@ -51,7 +51,7 @@ def smaller_forms(
         if not more and path is not None:
             where: WeightsOn = "host" if device.type == "cuda" else "disk"
             with suppress(KvcliError):
-                streaming = Streaming.of(build_on_meta(config, dtype), form, geometry.weight_bytes, where)
+                streaming = InTurn.of(build_on_meta(config, dtype), form, geometry.weight_bytes, where)
                 yield SmallerForm((f"--weights-on {where}",), dtype, replace(geometry, streaming=streaming))
 
 

@@ -24,7 +24,7 @@ from kvcli.models.layers import DecoderLayer, LayerFinder, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import OwnSelection as OwnSelection
 from kvcli.models.layers import StateGeometry as StateGeometry
-from kvcli.models.streamed import Streaming
+from kvcli.models.streamed import InTurn
 from kvcli.models.weights import WeightForm
 
 
@@ -90,7 +90,7 @@ class ModelGeometry:
     """Linear layers whose weights are in the dtype all the same."""
     streams: int = 1
     """Hidden states of a token between layers: several with hyper-connections (arXiv 2409.19606)."""
-    streaming: Streaming | None = None
+    streaming: InTurn | None = None
     """Which layers' weights are brought to the device in turn."""
 
     @property

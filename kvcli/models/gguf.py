@@ -33,7 +33,7 @@ from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, Packing, unpack_
 from kvcli.models.auto import model_class
 from kvcli.models.geometry import build_on_meta
 from kvcli.models.place import gguf_parts
-from kvcli.models.streamed import Layout, Piece, Source, Streaming
+from kvcli.models.streamed import FilePart, InTurn, Layout, Source
 from kvcli.models.weights import PackedForm, room_for
 
 _AGAIN = "download that file again"
@@ -636,7 +636,7 @@ def load_gguf(
     form: PackedForm,
     dtype: torch.dtype,
     device: torch.device,
-    streaming: Streaming | None = None,
+    streaming: InTurn | None = None,
 ) -> PreTrainedModel:
     """Make the model of a GGUF checkpoint with its weights, packed where `form` keeps them so.
 
@@ -697,12 +697,14 @@ def _weight(
 
 def _source(header: Header, name: str, tensor: PackedTensor) -> Source:
     """Find the bytes of a weight, and undo what llama.cpp's converter did to the order of its rows."""
-    pieces = [Piece(tensor.file, tensor.offset, tensor.nbytes)]
+    pieces = [FilePart(tensor.file, tensor.offset, tensor.nbytes)]
     if tensor.then is not None:
         each = tensor.nbytes // 2 // tensor.shape[0]
         places = (tensor, tensor.then)
         pieces = [
-            Piece(part.file, part.offset + matrix * each, each) for matrix in range(tensor.shape[0]) for part in places
+            FilePart(part.file, part.offset + matrix * each, each)
+            for matrix in range(tensor.shape[0])
+            for part in places
         ]
     if header.architecture != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
         return Source(pieces)
@@ -725,7 +727,7 @@ def _halves_apart(rows: Tensor, heads: int) -> Tensor:
 def _plain(tensor: PackedTensor, raw: Tensor | None = None) -> Tensor:
     """Make a tensor of its bytes [n], which are read if they are not given, as fp32."""
     if raw is None:
-        raw = Source([Piece(tensor.file, tensor.offset, tensor.nbytes)]).read()
+        raw = Source([FilePart(tensor.file, tensor.offset, tensor.nbytes)]).read()
     if tensor.kind == "F32":
         return raw.view(torch.float32).view(tensor.shape)
     packing = PACKINGS[tensor.kind]

@@ -49,7 +49,7 @@ from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, build_on_meta, geometry_of, geometry_of_model
 from kvcli.models.gguf import config_of, empty_model, from_hub, load_gguf, tensor_kinds, tie_head, tokenizer_of
 from kvcli.models.place import bundled_model, find, gguf_parts
-from kvcli.models.streamed import Layout, Piece, Source, Streaming, WeightsOn, check_place
+from kvcli.models.streamed import FilePart, InTurn, Layout, Source, WeightsOn, check_place
 from kvcli.models.weights import (
     WIDER,
     HalfForm,
@@ -356,7 +356,7 @@ def _streaming(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     geometry: ModelGeometry,
-) -> Streaming | None:
+) -> InTurn | None:
     """Choose which layers pass through the device, and make sure that their files hold what a model holds.
 
     Raises:
@@ -368,7 +368,7 @@ def _streaming(
     if path is None or not (_is_gguf(path) or any(path.glob("model*.safetensors"))):
         raise usage_error(f"{asked} reads safetensors or GGUF files, and {spec.label} names none", "name a directory")
     shapes = build_on_meta(config, dtype)
-    found = Streaming.of(shapes, form, geometry.weight_bytes, spec.weights_on, spec.weights_memory)
+    found = InTurn.of(shapes, form, geometry.weight_bytes, spec.weights_on, spec.weights_memory)
     if found is None:
         return None
     gguf = tensor_kinds(path) if _is_gguf(path) else {}
@@ -543,7 +543,8 @@ def _as_stored(checkpoint: Checkpoint, path: Path, shapes: PreTrainedModel) -> P
     layout = None
     if streaming is not None:
         sources = {
-            name: Source([Piece(part.file, part.offset, part.nbytes) for part in each]) for name, each in parts.items()
+            name: Source([FilePart(part.file, part.offset, part.nbytes) for part in each])
+            for name, each in parts.items()
         }
         layout = Layout(streaming, sources, checkpoint.device)
     for name, weight in _tensors(parts, layout):

@@ -33,7 +33,7 @@ _AT_ONCE = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class Streaming:
+class InTurn:
     """Which layers pass through the device, from `where`: the names of their weights, their bytes, their numbers.
 
     `held` are the bytes of weights on the device: those that stay, and two places. `limit` is what they may take, if
@@ -60,7 +60,7 @@ class Streaming:
     @classmethod
     def of(
         cls, model: PreTrainedModel, form: WeightForm | None, total: int, where: WeightsOn, limit: int | None = None
-    ) -> Streaming | None:
+    ) -> InTurn | None:
         """Choose the layers of a model on the meta device whose weights take `total` bytes; None if all fit `limit`.
 
         As many layers stay as `limit` bytes of the device hold, by default as few as possible: an even number passes,
@@ -133,7 +133,7 @@ def check_place(where: WeightsOn, limit: int | None, devices: Sequence[torch.dev
         raise usage_error("--weights-on disk serves a CPU, not a GPU", "use --weights-on host")
 
 
-class Piece(NamedTuple):
+class FilePart(NamedTuple):
     """Consecutive bytes of a file."""
 
     file: Path
@@ -144,7 +144,7 @@ class Piece(NamedTuple):
 class Source(NamedTuple):
     """Where a weight's bytes are, piece after piece, and what is to be done to them once they are read."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[FilePart]
     settle: Callable[[Tensor], None] | None = None
 
     @property
@@ -182,7 +182,7 @@ class Layout:
     `layers` has the weights of each layer that passes, with where their bytes begin in its place.
     """
 
-    def __init__(self, streaming: Streaming, sources: Mapping[str, Source], device: torch.device):
+    def __init__(self, streaming: InTurn, sources: Mapping[str, Source], device: torch.device):
         self.streaming, self.sources, self.device = streaming, sources, device
         size = max(streaming.sizes)
         places = room_for([size, size], device)

@@ -28,7 +28,7 @@ READERS = 8
 _BUFFER = READ_BYTES + 2 * ALIGNMENT
 
 
-class Reader:
+class WeightReader:
     """Reads weights past the system's cache, by several threads.
 
     Raises:
@@ -104,7 +104,7 @@ class _Bringing(Protocol):
 class _FromFiles:
     """Brings layers from files; `weights` has the weights of each, with the beginnings of their bytes in its place."""
 
-    def __init__(self, reader: Reader, weights: Sequence[Sequence[tuple[Source, int]]]):
+    def __init__(self, reader: WeightReader, weights: Sequence[Sequence[tuple[Source, int]]]):
         self.reader, self.weights = reader, weights
         self._reads: dict[int, list[Future[None]]] = {}  # the latest into each place, by its address
 
@@ -155,7 +155,7 @@ class StreamedWeights:
     """What brings layers to their places; layers are counted among those that pass."""
 
     def __init__(self, layout: Layout):
-        self.layout, self.passed, self._reader = layout, Passed(), Reader()
+        self.layout, self.passed, self._reader = layout, Passed(), WeightReader()
         self._bringing: _Bringing = _FromFiles(self._reader, layout.layers)
         if layout.streaming.where == "host":
             if not layout.host:

@@ -23,7 +23,7 @@ from kvcli.methods.contract import AnyMethod
 from kvcli.models.devices import Place, Placement
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, build_on_meta
 from kvcli.models.loading import describe
-from kvcli.models.streamed import Streaming, WeightsOn
+from kvcli.models.streamed import InTurn, WeightsOn
 from kvcli.models.weights import ON_LOADING, WeightForm
 
 
@@ -70,9 +70,9 @@ class PlannedRun:
         return PlannedRun.of(self.config, self.dtype, ON_LOADING[weights])
 
     def with_weights_on(self, where: WeightsOn, limit: int | None = None) -> PlannedRun:
-        """Return the same model with layers that wait for their turn; raises what `Streaming.of` raises."""
+        """Return the same model with layers that wait for their turn; raises what `InTurn.of` raises."""
         shapes, geometry = build_on_meta(self.config, self.dtype), self.geometry
-        streaming = Streaming.of(shapes, geometry.form, geometry.weight_bytes, where, limit)
+        streaming = InTurn.of(shapes, geometry.form, geometry.weight_bytes, where, limit)
         return replace(self, geometry=replace(geometry, streaming=streaming))
 
     @classmethod

@@ -21,7 +21,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.kv.recurrent import state_marks
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.devices import Placement
-from kvcli.models.streamed import Streaming
+from kvcli.models.streamed import InTurn
 from kvcli.sizes import Share
 
 LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
@@ -58,7 +58,7 @@ class CapacityPlan:
     weights: str = "auto"
     placement: Placement | None = None
     fits_with: tuple[str, ...] = ()
-    streaming: Streaming | None = None
+    streaming: InTurn | None = None
 
     @property
     def load_seconds(self) -> float | None:

@@ -6,7 +6,7 @@ from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.capacity.planning.plan import LONGEST, CapacityPlan
 from kvcli.capacity.roofline import MachineRates, rate_rows
 from kvcli.capacity.smaller import in_words
-from kvcli.models.streamed import Streaming
+from kvcli.models.streamed import InTurn
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, duration, without_empty_columns
 
@@ -130,7 +130,7 @@ def _memory(plan: CapacityPlan) -> Table:
     return Table(("part", "size", ""), rows, texts=("",))
 
 
-def _in_turn(streaming: Streaming) -> tuple[str, str, str]:
+def _in_turn(streaming: InTurn) -> tuple[str, str, str]:
     return "weights in turn", format_bytes(streaming.a_pass), f"from {streaming.where}, in every step"
 
 
