@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvcli.compat import onednn_linear
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
-from kvcli.models.gguf import room_for
+from kvcli.models.weights import room_for
 from kvcli.runtime.cpu_layers import CpuKernels
 from kvcli.runtime.linear import cpu_linears
 

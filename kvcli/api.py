@@ -174,7 +174,7 @@ class LanguageModel:
         place = self.checkpoint.place
         free = available(place)
         if "loaded" in vars(self):
-            for pool, size in weights_by_pool(self.checkpoint.geometry.weight_bytes, place).items():
+            for pool, size in weights_by_pool(self.checkpoint.geometry.held_bytes, place).items():
                 free[pool] += size
         rates = measure_rates(device, planned.dtype) if times else None
         machine = Machine(device, free, rates, times, self.checkpoint.placement)

@@ -37,6 +37,7 @@ from kvcli.runtime.prefill_runner import PrefillRunner
 from kvcli.runtime.run_report import run_report
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.runtime.streamed_weights import Passed
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -140,6 +141,8 @@ class Generation:
     started: float | None = field(default=None, init=False)
     """When the user began to wait, see `generate`."""
     saved: list[report.SavedPrompt] = field(default_factory=list, init=False)
+    in_turn: list[Passed] = field(default_factory=list, init=False)
+    """Weights that were brought to the device in turn, while prompts were read and then in decode steps."""
 
     @classmethod
     def prepared(
@@ -183,8 +186,12 @@ class Generation:
             try:
                 yield from self._read(ready, runner)
                 forget_host_memory(self.model.device)
+                if (streamed := ready.hook.streamed) is not None:
+                    self.in_turn.append(streamed.taken())
                 yield from self._decode(ready)
             finally:  # keep what was read, even if the run is interrupted
+                if (streamed := ready.hook.streamed) is not None:
+                    self.in_turn.append(streamed.taken())
                 self.loaded, self.saved = runner.kept, runner.finish()
                 for each in self.saved:
                     if each.error is not None and each.cached:  # a failed --save-kv is an error of the run
@@ -257,7 +264,12 @@ class Generation:
             for index, prompt in enumerate(self.prompts)
             for sample in range(samples)
         ]
-        return run_report(model, request.profile, entries, kv, self.saved)
+        weights = None
+        if self.in_turn:
+            read, decoded = [*self.in_turn, Passed()][:2]
+            times = read.nbytes, read.waited / 1e6, decoded.nbytes, decoded.waited / 1e6
+            weights = report.WeightsInTurn(*times, max(len(entry.timing.decode_ms) for entry in entries))
+        return run_report(model, request.profile, entries, kv, self.saved, weights)
 
 
 def announce(step: Step, observer: Observer) -> None:

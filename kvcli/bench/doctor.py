@@ -374,7 +374,7 @@ def _memory_check(
         return Check("memory", CheckState.OK, found)
     pool = next(name for name, size in wanted.items() if size > free[name])
     found += f"; with a prompt of {prompts[0]:,} tokens {format_bytes(wanted[pool])} of {pool} memory"
-    forms = () if isinstance(place, Placement) else smaller_forms(config, dtype, geometry, path)
+    forms = () if isinstance(place, Placement) else smaller_forms(config, dtype, geometry, path, place)
     options = that_fit(forms, lambda form: memory.fits(needed(form.dtype, form.geometry), free))
     fix = f"it fits with {in_words(options)}" if options else "take a smaller model, or a machine with more memory"
     return Check("memory", CheckState.BROKEN, f"{found}, {format_bytes(free[pool])} are free", fix)

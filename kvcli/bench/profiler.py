@@ -208,7 +208,7 @@ def _check_together(request: ProfileRequest, checkpoint: Checkpoint, load: Load,
     ]
     kept = sum(footprint.device + footprint.host for footprint in each)
     free = memory.available(checkpoint.device)["host"]
-    if checkpoint.device.type == "cpu" and kept + checkpoint.geometry.weight_bytes > free:
+    if checkpoint.device.type == "cpu" and kept + checkpoint.geometry.held_bytes > free:
         raise KvcliError(
             f"the KV of {load.context:,} tokens for {len(each)} methods needs {format_bytes(kept)}, "
             f"but {format_bytes(free)} are free",

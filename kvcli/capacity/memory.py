@@ -164,7 +164,8 @@ def need(
     widest = max(layer.token_size for layer in geometry.layers)
     kv += Footprint(host=layers_beside * longest * widest * dtype.itemsize)
     states = total * (1 if beside is None else 2) * sum(layer.nbytes for layer in geometry.states)
-    return Need(geometry.weight_bytes, kv, workspace, states)
+    on_host = 0 if geometry.streaming is None else geometry.streaming.on_host
+    return Need(geometry.held_bytes, kv, workspace, states, on_host)
 
 
 def _in_slots(methods: Sequence[AnyMethod], sequences: int, head_dim: int) -> Footprint:
@@ -242,7 +243,7 @@ def check(
             layers_beside,
             disk,
         )
-        return replace(wanted, weights=0) if loaded else wanted
+        return replace(wanted, weights=0, weights_on_host=0) if loaded else wanted
 
     device, longest = checkpoint.place, max(counted).tokens
     free, wanted = available(device), planned(longest)
@@ -260,7 +261,7 @@ def check(
         least = f"with {sampling.max_tokens:,} tokens of output no context fits"
     if not loaded and not isinstance(device, Placement):
         path = None if checkpoint.spec.dummy else checkpoint.path
-        forms = smaller_forms(checkpoint.config, checkpoint.dtype, checkpoint.geometry, path)
+        forms = smaller_forms(checkpoint.config, checkpoint.dtype, checkpoint.geometry, path, checkpoint.device)
         if options := that_fit(forms, lambda form: fits(planned(longest, form).on(device), free)):
             least += f"; it fits with {in_words(options)}"
     number = counted.total()

@@ -19,13 +19,15 @@ RUNTIME_BYTES = 384 << 20
 class Need:
     """Bytes of a run: `weights`, `kv` of all sequences by tier, and the workspace of the longest `prefill`.
 
-    `states` is the part of `kv` that layers keep in a fixed size.
+    `states` is the part of `kv` that layers keep in a fixed size. Weights that a GPU's host memory holds are in
+    addition to those on the device.
     """
 
     weights: int
     kv: Footprint
     prefill: Workspace
     states: int = 0
+    weights_on_host: int = 0
 
     @property
     def workspace(self) -> int:
@@ -40,7 +42,7 @@ class Need:
         weights = weights_by_pool(self.weights, place)
         for name in devices_of(place):
             held[name] += beside + weights[name]
-        held["host"] += self.prefill.on_host + RUNTIME_BYTES
+        held["host"] += self.prefill.on_host + self.weights_on_host + RUNTIME_BYTES
         return held
 
 

@@ -54,6 +54,8 @@ def _obstacle(profile: Profile, checkpoint: Checkpoint, watching: str | None, ke
     form = checkpoint.geometry.form
     if checkpoint.device.type == "cuda" and form is not None and not (form.captured or form.widened):
         return f"a CUDA graph cannot hold the products with {form.name} weights"
+    if checkpoint.geometry.streaming is not None:
+        return "no CUDA graph waits for the weights of --weights-on"
     if kept:
         return "--checkpoint needs blocking steps"
     if gpu_step_of(get_method(profile.method), profile.settings) == BLOCKING:

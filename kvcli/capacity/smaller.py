@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
-from kvcli.models.geometry import ModelGeometry
+from kvcli.errors import KvcliError
+from kvcli.models.geometry import ModelGeometry, build_on_meta
 from kvcli.models.loading import describe
+from kvcli.models.streamed import InTurn, WeightsOn
 from kvcli.models.weights import ON_LOADING, HalfForm, WeightForm
 
 _WEIGHTS = ("int8", "int4")  # the closest to the model's own first
@@ -27,9 +30,14 @@ class SmallerForm:
 
 
 def smaller_forms(
-    config: PreTrainedConfig, dtype: torch.dtype, geometry: ModelGeometry, path: Path | None
+    config: PreTrainedConfig, dtype: torch.dtype, geometry: ModelGeometry, path: Path | None, device: torch.device
 ) -> Iterator[SmallerForm]:
-    """Yield what options make of a model of this `dtype` and `geometry`, those of a single option first."""
+    """Yield what options make of a model of this `dtype` and `geometry`, those of a single option first.
+
+    Only a model with files at `path` can leave weights outside the memory of its `device`.
+    """
+    if geometry.streaming is not None:  # its other forms would not pass
+        return
     form = geometry.form
     narrow = ("--dtype bfloat16",) if dtype.itemsize > torch.bfloat16.itemsize else ()
     packed = [name for name in _WEIGHTS if _can_become(form, ON_LOADING[name])]
@@ -40,6 +48,11 @@ def smaller_forms(
         for name in packed:
             made = describe(config, as_dtype, ON_LOADING[name], path)
             yield SmallerForm((*more, f"--weights {name}"), as_dtype, made)
+        if not more and path is not None:
+            where: WeightsOn = "host" if device.type == "cuda" else "disk"
+            with suppress(KvcliError):
+                streaming = InTurn.of(build_on_meta(config, dtype), form, geometry.weight_bytes, where)
+                yield SmallerForm((f"--weights-on {where}",), dtype, replace(geometry, streaming=streaming))
 
 
 def _can_become(now: WeightForm | None, form: WeightForm) -> bool:

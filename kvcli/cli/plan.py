@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcli.cli.command import command, compared, distinct, names
 from kvcli.cli.output import check_files, progress, write_result
-from kvcli.errors import usage_error
+from kvcli.errors import KvcliError, usage_error
 from kvcli.inputs import options
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def plan(
     model: Annotated[
         options.ModelOptions,
         options.Some(
-            "model dtype weights offline",
+            "model dtype weights weights_on weights_memory offline",
             model={
                 "metavar": "NAME",
                 "help": "Checkpoint, config.json, hub id or shape; needs no weights. Default: the bundled demo model.",
@@ -142,8 +143,11 @@ def plan(
             raise usage_error(
                 f"--advise works for one device, but --device names {shape.device}", "leave one of them out"
             )
-        if advise and subject.geometry.weights == "auto":
+        if advise and subject.geometry.weights == "auto" and subject.geometry.streaming is None:
             subjects += [subject.with_weights(each) for each in ("int8", "int4")]
+        if advise and subject.geometry.streaming is None:
+            with suppress(KvcliError):  # its weights do not pass
+                subjects.append(subject.with_weights_on("host" if machine.device.type == "cuda" else "disk"))
         observer.stage_done()
         beyond = subject.geometry.beyond_positions(max(contexts) + run.max_tokens, model.model or "the demo model")
         if beyond is not None:
@@ -186,6 +190,7 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
     from kvcli.capacity.roofline import MachineRates, Rate, measure_rates
     from kvcli.models.devices import another_machine, placed, resolve_devices
     from kvcli.models.loading import form_in, locate, read_config, resolve_dtype
+    from kvcli.models.streamed import check_place
 
     spec, device = model.spec(), model.device
     config = read_config(spec, header_only=True)
@@ -193,17 +198,22 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
     def subject_on(place: torch.device, here: bool) -> PlannedRun:
         path = locate(spec, header_only=True)
         form = form_in(config, model.weights, place, path, here, model.dtype)
-        return PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, path)
+        subject = PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, path)
+        in_turn = model.weights_on != "device"
+        return subject.with_weights_on(model.weights_on, model.weights_memory) if in_turn else subject
 
     others = another_machine(device)
     if told and not others:
         what = f"{next(iter(told))} plans for another machine with a GPU, but --device {device} is this one"
         raise usage_error(what, "leave one of them out")
+    check_place(model.weights_on, model.weights_memory, others if told else resolve_devices(device))
     if not told:
         devices = resolve_devices(device)
         first = devices[0]
         subject = subject_on(first, True)
-        placement = placed(device, config, subject.dtype, subject.geometry, devices)
+        placement = None
+        if subject.geometry.streaming is None:
+            placement = placed(device, config, subject.dtype, subject.geometry, devices)
         rates = measure_rates(first, subject.dtype)
         return subject, Machine(first, available(placement or first), rates, True, placement)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]

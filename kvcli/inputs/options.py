@@ -372,6 +372,17 @@ class ModelOptions:
     weights: Literal["auto", "wide", "int8", "int4", "fp8"] = MODEL(
         "auto", "--weights", "NAME", "auto: as stored; wide: unpacked; int8, int4, fp8: quantised on loading."
     )
+    weights_on: Literal["device", "host", "disk"] = MODEL(
+        "device",
+        *("--weights-on", None),
+        "Where layers wait for their turn: on a GPU host, on a CPU disk, where memory does not hold all weights.",
+    )
+    weights_memory: int | None = MODEL(
+        None,
+        *("--weights-memory", "SIZE", "Memory of the device for weights with --weights-on, as in 8GiB."),
+        positive_size,
+        show="as little as possible",
+    )
     load_format: Literal["auto", "dummy"] = MODEL(
         "auto", "--load-format", None, "dummy: random weights for a shape or a config.json."
     )

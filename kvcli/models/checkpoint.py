@@ -10,8 +10,9 @@ import json
 import logging
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -158,12 +159,13 @@ def check_safetensors(path: Path) -> None:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file of weights: its shape, its bytes there, and safetensors' name of its type."""
+    """A tensor in a file of weights: its shape, its bytes from `offset` on, and safetensors' name of its type."""
 
     shape: tuple[int, ...]
     nbytes: int
     kind: str
     file: Path
+    offset: int
 
     @property
     def floating(self) -> bool:
@@ -177,11 +179,37 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for path in sorted(folder.glob("model*.safetensors")):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            data = file.tell()
         for name, told in header.items():
             if name != "__metadata__":
                 start, end = told["data_offsets"]
-                found[name] = StoredTensor(tuple(told["shape"]), end - start, told["dtype"], path)
+                found[name] = StoredTensor(tuple(told["shape"]), end - start, told["dtype"], path, data + start)
     return found
+
+
+_OF_EXPERTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""The tensors of one expert in files, each a matrix; a model has one tensor of all experts, by the name here."""
+
+
+def stored_parts(name: str, stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Find the tensors that a weight of a model consists of, one after another; empty if there are none."""
+    for own in (name, name.replace(".mlp.", ".block_sparse_moe.")):  # Mixtral's name
+        if own in stored:
+            return [stored[own]]
+        module, _, leaf = own.rpartition(".")
+        for parts in _OF_EXPERTS.get(leaf, ()):
+            found: list[StoredTensor] = []
+            for expert in count():
+                each = [stored.get(f"{module}.{expert}.{part}.weight") for part in parts]
+                if None in each:
+                    break
+                found += filter(None, each)
+            if found:
+                return found
+    return []
 
 
 def check_config(path: Path) -> None:

@@ -23,6 +23,7 @@ from kvcli.models.layers import DecoderLayer, LayerFinder, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import OwnSelection as OwnSelection
 from kvcli.models.layers import StateGeometry as StateGeometry
+from kvcli.models.streamed import InTurn
 from kvcli.models.weights import WeightForm
 
 
@@ -88,6 +89,13 @@ class ModelGeometry:
     """Linear layers whose weights are in the dtype all the same."""
     streams: int = 1
     """Hidden states of a token between layers: several with hyper-connections (arXiv 2409.19606)."""
+    streaming: InTurn | None = None
+    """Which layers' weights are brought to the device in turn."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights on the device at a time."""
+        return self.weight_bytes if self.streaming is None else self.streaming.held
 
     @property
     def weights(self) -> str:

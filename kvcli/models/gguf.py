@@ -8,15 +8,12 @@ undone: its converter permutes the rows of Llama's queries and keys, and adds 1 
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,14 +35,14 @@ from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, Packing, unpack_
 from kvcli.models.auto import model_class
 from kvcli.models.geometry import build_on_meta
 from kvcli.models.place import gguf_parts
-from kvcli.models.weights import PackedForm
+from kvcli.models.streamed import FilePart, InTurn, Layout, Source
+from kvcli.models.weights import PackedForm, room_for
 
 _AGAIN = "download that file again"
 _OTHER_FILES = "use the model's safetensors files"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_LINE = 64  # bytes of a cache line
 _DIMENSIONS = 4  # of a tensor, at most
 _BLOCK = 1 << 20  # bytes that are asked of the hub at once
 
@@ -617,6 +614,11 @@ def _named(header: Header) -> dict[str, PackedTensor]:
     return found
 
 
+def tensor_kinds(path: Path) -> dict[str, str]:
+    """Return the types of a checkpoint's tensors by transformers' names; raises what `read_header` raises."""
+    return {name: tensor.kind for name, tensor in _named(read_header(path)).items()}
+
+
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Make a model whose weights are on the meta device, while the buffers that modules compute themselves exist."""
     with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -632,9 +634,16 @@ def tie_head(model: PreTrainedModel) -> None:
 
 
 def load_gguf(
-    path: Path, config: PreTrainedConfig, form: PackedForm, dtype: torch.dtype, device: torch.device
+    path: Path,
+    config: PreTrainedConfig,
+    form: PackedForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    streaming: InTurn | None = None,
 ) -> PreTrainedModel:
     """Make the model of a GGUF checkpoint with its weights, packed where `form` keeps them so.
+
+    With `streaming`, some of them come to the device in turn.
 
     Raises:
         KvcliError: as for `read_header`; a tensor is missing, is not of the model, or has another shape.
@@ -654,12 +663,23 @@ def load_gguf(
     if header.architecture in _WITH_EXPERTS:
         model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are unpacked
     packings = {name: form.packing(name, dtype) for name in wanted}
-    room = iter(room_for([named[name].nbytes for name, packing in packings.items() if packing is not None], device))
+    sources = {name: _source(header, name, named[name]) for name in wanted}
+    if streaming is None:
+        packed = [name for name, packing in packings.items() if packing is not None]
+        rooms = dict(zip(packed, room_for([sources[name].nbytes for name in packed], device), strict=True))
+    else:
+        layout = Layout(streaming, sources, device)
+        rooms = {**layout.rooms}
     for name, packing in packings.items():
         owner, _, own = name.rpartition(".")
-        weight = _weight(header, name, named[name], packing, dtype, None if packing is None else next(room)).to(device)
+        raw = rooms.get(name)
+        if streaming is None or raw is None:
+            raw = sources[name].read(raw, keep=streaming is None)
+        weight = _weight(header, name, named[name], packing, dtype, raw).to(device)
         setattr(model.get_submodule(owner), own, nn.Parameter(weight, requires_grad=False))
     tie_head(model)
+    if streaming is not None:
+        layout.attach(model)
     for module in model.modules():
         for own, buffer in module.named_buffers(recurse=False):
             module._buffers[own] = buffer.to(device)
@@ -667,34 +687,39 @@ def load_gguf(
 
 
 def _weight(
-    header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype, room: Tensor | None
+    header: Header, name: str, tensor: PackedTensor, packing: Packing | None, dtype: torch.dtype, raw: Tensor
 ) -> Tensor:
-    """Read a weight, packed (into `room`) or in a dtype, and undo the changes of llama.cpp's converter."""
-    weight = _plain(tensor) if packing is None else _bytes(tensor, room).view(*tensor.shape[:-1], -1)
-    if header.architecture == "llama" and ".self_attn." in name:
-        heads = header.of_model("attention.head_count")
-        if ".k_proj." in name:
-            heads = header.of_model("attention.head_count_kv", heads)
-        if ".q_proj." in name or ".k_proj." in name:
-            weight.copy_(_halves_apart(weight, heads))
+    """Make a weight of its bytes in the file [n], packed or in a dtype; without llama.cpp's change of norms."""
+    if packing is not None:
+        return PackedWeight(raw.view(*tensor.shape[:-1], -1), packing, dtype)
+    weight = _plain(tensor, raw)
     if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
         weight = weight - 1
-    return weight.to(dtype) if packing is None else PackedWeight(weight, packing, dtype)
+    return weight.to(dtype)
 
 
-def room_for(sizes: Sequence[int], device: torch.device) -> list[Tensor | None]:
-    """Allocate memory of these sizes in bytes for weights that stay on a CPU, adjacent and in huge pages.
+def _source(header: Header, name: str, tensor: PackedTensor) -> Source:
+    """Find the bytes of a weight, and undo what llama.cpp's converter did to the order of its rows."""
+    pieces = [FilePart(tensor.file, tensor.offset, tensor.nbytes)]
+    if tensor.then is not None:
+        each = tensor.nbytes // 2 // tensor.shape[0]
+        places = (tensor, tensor.then)
+        pieces = [
+            FilePart(part.file, part.offset + matrix * each, each)
+            for matrix in range(tensor.shape[0])
+            for part in places
+        ]
+    if header.architecture != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
+        return Source(pieces)
+    heads = header.of_model("attention.head_count")
+    if ".k_proj." in name:
+        heads = header.of_model("attention.head_count_kv", heads)
 
-    A step reads all of it, and the processor's TLB covers too few normal pages.
-    """
-    begins = list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
-    if device.type != "cpu" or not sizes:
-        return [None] * len(sizes)
-    memory = mmap.mmap(-1, begins[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # not every system has them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+    def settle(raw: Tensor) -> None:
+        rows = raw.view(tensor.shape[0], -1)
+        rows.copy_(_halves_apart(rows, heads))
+
+    return Source(pieces, settle)
 
 
 def _halves_apart(rows: Tensor, heads: int) -> Tensor:
@@ -702,28 +727,14 @@ def _halves_apart(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _bytes(tensor: PackedTensor, room: Tensor | None = None) -> Tensor:
-    held = torch.empty(tensor.nbytes, dtype=torch.uint8) if room is None else room
-    if tensor.then is None:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.offset)
-            target: Any = held.numpy()
-            if file.readinto(target) < tensor.nbytes:
-                raise KvcliError(f"{tensor.file} is cut off", _AGAIN)
-        return held
-    first = tensor._replace(nbytes=tensor.nbytes // 2, then=None)
-    for place, part in enumerate((first, tensor.then)):
-        held.view(tensor.shape[0], 2, -1)[:, place] = _bytes(part).view(tensor.shape[0], -1)
-    return held
-
-
-def _plain(tensor: PackedTensor) -> Tensor:
-    """Read a tensor as fp32."""
+def _plain(tensor: PackedTensor, raw: Tensor | None = None) -> Tensor:
+    """Make a tensor of its bytes [n], which are read if they are not given, as fp32."""
+    if raw is None:
+        raw = Source([FilePart(tensor.file, tensor.offset, tensor.nbytes)]).read()
     if tensor.kind == "F32":
-        return _bytes(tensor).view(torch.float32).view(tensor.shape)
+        return raw.view(torch.float32).view(tensor.shape)
     packing = PACKINGS[tensor.kind]
-    rows = _bytes(tensor).view(-1, packing.row_bytes(tensor.shape[-1]))
-    return unpack_rows(rows, packing).view(tensor.shape)
+    return unpack_rows(raw.view(-1, packing.row_bytes(tensor.shape[-1])), packing).view(tensor.shape)
 
 
 # Files in a repository on the hub.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -26,10 +28,11 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from kvcli.errors import ExitCode, KvcliError
+from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models.auto import model_class
 from kvcli.models.checkpoint import (
+    StoredTensor,
     check_config,
     check_files,
     check_pointer,
@@ -38,13 +41,15 @@ from kvcli.models.checkpoint import (
     is_panic,
     notices,
     quiet,
+    stored_parts,
     stored_tensors,
 )
 from kvcli.models.devices import Place, Placement, device_map, placed, resolve_devices, take_hooks_out
 from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, build_on_meta, geometry_of, geometry_of_model
-from kvcli.models.gguf import config_of, empty_model, from_hub, load_gguf, tie_head, tokenizer_of
+from kvcli.models.gguf import config_of, empty_model, from_hub, load_gguf, tensor_kinds, tie_head, tokenizer_of
 from kvcli.models.place import bundled_model, find, gguf_parts
+from kvcli.models.streamed import FilePart, InTurn, Layout, Source, WeightsOn, check_place
 from kvcli.models.weights import (
     WIDER,
     HalfForm,
@@ -140,7 +145,8 @@ class ModelSpec:
     `name` is a directory, a GGUF file, a hub id or, with load_format "dummy", a config.json or a shape; None is the
     bundled demo model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is
     auto, float32, bfloat16 or float16. `weights` other than auto are quantised or widened on loading. `tokenizer` is
-    the directory or hub id of a tokenizer that replaces the checkpoint's.
+    the directory or hub id of a tokenizer that replaces the checkpoint's. `weights_on` is where layers wait for their
+    turn, those for which the device has no room in `weights_memory` bytes (`kvcli.models.streamed`).
     """
 
     name: str | None = None
@@ -150,6 +156,8 @@ class ModelSpec:
     offline: bool = False
     weights: Weights = "auto"
     tokenizer: str | None = None
+    weights_on: WeightsOn = "device"
+    weights_memory: int | None = None
 
     @property
     def dummy(self) -> bool:
@@ -186,6 +194,7 @@ class Model:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the model's part of a report."""
+        streaming = self.geometry.streaming
         return {
             "name": self.name,
             "source": self.source,
@@ -196,6 +205,7 @@ class Model:
             "weights": self.geometry.weights,
             "weight_bytes": self.geometry.weight_bytes,
             "layers": self.geometry.depth,
+            **({} if streaming is None else {"weights_on": streaming.where, "layers_passing": len(streaming.layers)}),
         }
 
 
@@ -326,13 +336,61 @@ def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> 
         check_files(path)
     if form is not None:
         form.require()
-    placement = placed(spec.device, config, dtype, geometry, devices)
+    check_place(spec.weights_on, spec.weights_memory, devices)
+    placement = None
+    if spec.weights_on == "device":
+        placement = placed(spec.device, config, dtype, geometry, devices)
+    else:
+        geometry = replace(geometry, streaming=_streaming(spec, path, config, dtype, geometry))
     try:
         with quiet():
             tokenizer = _tokenizer(spec, path, config, geometry)
     except Exception as error:
         raise explain(error, spec.label, spec.offline) from error
     return Checkpoint(spec, path, config, geometry, tokenizer, device, dtype, placement)
+
+
+def _streaming(
+    spec: ModelSpec,
+    path: Path | None,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    geometry: ModelGeometry,
+) -> InTurn | None:
+    """Choose which layers pass through the device, and make sure that their files hold what a model holds.
+
+    Raises:
+        KvcliError: the weights cannot lie where `spec` says (usage), or not in so little memory (will not fit).
+    """
+    asked, form = f"--weights-on {spec.weights_on}", geometry.form
+    if spec.dummy:
+        raise usage_error(f"{asked} reads weights from files, but dummy ones are in none", "leave one of them out")
+    if path is None or not (_is_gguf(path) or any(path.glob("model*.safetensors"))):
+        raise usage_error(f"{asked} reads safetensors or GGUF files, and {spec.label} names none", "name a directory")
+    shapes = build_on_meta(config, dtype)
+    found = InTurn.of(shapes, form, geometry.weight_bytes, spec.weights_on, spec.weights_memory)
+    if found is None:
+        return None
+    gguf = tensor_kinds(path) if _is_gguf(path) else {}
+    stored = {} if _is_gguf(path) else stored_tensors(path)
+    for name, weight in shapes.named_parameters():
+        kinds = {gguf[name]} if name in gguf else {part.kind for part in stored_parts(name, stored)}
+        if not kinds:
+            raise usage_error(
+                f"{asked} reads weights by their names, but the files of {spec.label} have no {name}",
+                "leave it out, or use a GGUF file of this model",
+            )
+        packing = form.packing(name, dtype) if isinstance(form, PackedForm) else None
+        held = _KINDS[weight.dtype] if packing is None else packing.name
+        if kinds != {held} and any(name in names for names in found.names):
+            raise usage_error(
+                f"{asked} takes weights as they are in the files, but {name} is {min(kinds)}, not {held}",
+                "name their dtype with --dtype, leave --weights out, or use a GGUF file of this model",
+            )
+    return found
+
+
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def describe(config: PreTrainedConfig, dtype: torch.dtype, form: WeightForm | None, path: Path | None) -> ModelGeometry:
@@ -422,11 +480,12 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     spec, path, form, config = checkpoint.spec, checkpoint.path, checkpoint.geometry.form, checkpoint.config
     if _is_gguf(path):
         assert isinstance(form, PackedForm)
-        return load_gguf(path, config, form, checkpoint.dtype, checkpoint.device)
-    if isinstance(form, HalfForm) and path is not None:
+        return load_gguf(path, config, form, checkpoint.dtype, checkpoint.device, checkpoint.geometry.streaming)
+    streaming = checkpoint.geometry.streaming
+    if path is not None and (streaming is not None or isinstance(form, HalfForm)):
         shapes = build_on_meta(config, checkpoint.dtype)
-        if form.reads(shapes):
-            return _with_halves(spec, path, shapes, form, checkpoint.dtype)
+        if streaming is not None or (isinstance(form, HalfForm) and form.reads(shapes)):
+            return _as_stored(checkpoint, path, shapes)
     if form is not None and form.widened:
         config = copy.deepcopy(config)
         config.quantization_config["dequantize"] = True
@@ -464,36 +523,76 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
     return module
 
 
-def _with_halves(
-    spec: ModelSpec, path: Path, shapes: PreTrainedModel, form: HalfForm, dtype: torch.dtype
-) -> PreTrainedModel:
-    """Read a model of these `shapes` whose files use the same names; keep its 16-bit weights as they are."""
+def _as_stored(checkpoint: Checkpoint, path: Path, shapes: PreTrainedModel) -> PreTrainedModel:
+    """Read a model of these `shapes` whose files use the same names; keep its weights as they are in the files.
+
+    Those of layers that pass through the device are not read yet.
+    """
+    spec, dtype, streaming = checkpoint.spec, checkpoint.dtype, checkpoint.geometry.streaming
+    form = checkpoint.geometry.form if isinstance(checkpoint.geometry.form, HalfForm) else None
     module, stored = empty_model(shapes.config, dtype), stored_tensors(path)
-    held, own = form.held(shapes), dict(shapes.named_parameters())
-    wrong = [name for name, weight in own.items() if stored[name].shape != tuple(weight.shape)]
+    held, own = {} if form is None else form.held(shapes), dict(shapes.named_parameters())
+    buffers = dict(module.named_buffers())
+    parts = {name: stored_parts(name, stored) for name in (*own, *buffers)}
+    wrong = [name for name, weight in own.items() if not _has_shape(parts[name], weight.shape)]
     if wrong:
-        expected = list(own[wrong[0]].shape)
+        there, expected = list(parts[wrong[0]][0].shape), list(own[wrong[0]].shape)
         raise KvcliError(
             f"{len(wrong)} weights of {spec.label} do not have the shape that config.json says, the first is "
-            f"{wrong[0]}: {list(stored[wrong[0]].shape)}, not {expected}",
+            f"{wrong[0]}: {there}, not {expected}",
             "config.json and weights belong to different models: download them again",
         )
-    buffers = dict(module.named_buffers())
-    for file in sorted({tensor.file for tensor in stored.values()}):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
-                if name in own:
-                    weight: torch.Tensor = tensors.get_tensor(name)
-                    packing = form.packing(name, dtype) if name in held else None
-                    weight = weight.to(dtype) if packing is None else PackedWeight.of(weight, packing, dtype)
-                    owner, _, leaf = name.rpartition(".")
-                    setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
-                elif name in buffers:
-                    buffers[name].copy_(tensors.get_tensor(name))
+    layout = None
+    if streaming is not None:
+        sources = {
+            name: Source([FilePart(part.file, part.offset, part.nbytes) for part in each])
+            for name, each in parts.items()
+        }
+        layout = Layout(streaming, sources, checkpoint.device)
+    for name, weight in _tensors(parts, layout):
+        if name in own:
+            packing = form.packing(name, dtype) if form is not None and name in held else None
+            weight = weight.view(own[name].shape)
+            weight = weight.to(dtype) if packing is None else PackedWeight.of(weight, packing, dtype)
+            owner, _, leaf = name.rpartition(".")
+            weight = nn.Parameter(weight.to(checkpoint.device), requires_grad=False)
+            setattr(module.get_submodule(owner), leaf, weight)
+        else:
+            buffers[name].copy_(weight.view_as(buffers[name]))
     tie_head(module)
+    if checkpoint.device.type != "cpu":
+        for each in module.modules():
+            for name, buffer in each.named_buffers(recurse=False):
+                each._buffers[name] = buffer.to(checkpoint.device)
+    if layout is not None:
+        layout.attach(module)
     if (path / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(path)
     return module
+
+
+def _has_shape(parts: Sequence[StoredTensor], shape: torch.Size) -> bool:
+    """Tell whether tensors in files are a weight of this shape, or matrices that make one up."""
+    if len(parts) == 1:
+        return parts[0].shape == tuple(shape)
+    columns = {part.shape[-1] for part in parts}
+    return columns == {shape[-1]} and sum(prod(part.shape) for part in parts) == shape.numel()
+
+
+def _tensors(parts: Mapping[str, Sequence[StoredTensor]], layout: Layout | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model that files hold, by name; those that pass have a room in the `layout`, unread."""
+    if layout is None:
+        for file in sorted({part.file for each in parts.values() for part in each}):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                    if name in parts:
+                        yield name, tensors.get_tensor(name)
+        return
+    dtypes = {kind: dtype for dtype, kind in _KINDS.items()} | {"F64": torch.float64, "I64": torch.int64}
+    for name, each in parts.items():
+        if each:
+            raw = layout.rooms[name] if name in layout.rooms else layout.sources[name].read(keep=False)
+            yield name, raw.view(dtypes[each[0].kind])
 
 
 def _tokenizer(

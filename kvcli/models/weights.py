@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from itertools import accumulate
 from math import ceil
 from typing import Any, Literal
 
@@ -102,6 +105,25 @@ def have_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for weight in model.parameters():
         if weight.dtype in (torch.bfloat16, torch.float16):
             weight.data = weight.data.to(dtype)
+
+
+LINE = 64
+"""Bytes of a cache line."""
+
+
+def room_for(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor | None]:
+    """Allocate memory of these sizes in bytes for weights that stay on a CPU, adjacent and in huge pages.
+
+    A step reads all of it, and the processor's TLB covers too few normal pages.
+    """
+    begins = list(accumulate((-(-size // LINE) * LINE for size in sizes), initial=0))
+    if device.type != "cpu" or not sizes:
+        return [None] * len(sizes)
+    memory = mmap.mmap(-1, begins[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not every system has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
 
 # How a model holds its weights: as it computes with them, quantised in its files, or quantised on loading.
@@ -265,7 +287,7 @@ class PackedForm(WeightForm):
         return {
             name: weight.shape[:-1].numel() * how.row_bytes(weight.shape[-1])
             for name, weight, how in found
-            if how is not None
+            if how is not None and weight.dim() > 1  # no bias
             if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding) or weight.dim() == 3
         }
 

@@ -31,6 +31,7 @@ from kvcli.models.own_attention import run_noted
 from kvcli.runtime.device_transfer import Carrier, DeviceTransfer, on_its_devices
 from kvcli.runtime.own_selection import IndexCache, selected_of, selecting
 from kvcli.runtime.recurrent import States, stateful
+from kvcli.runtime.streamed_weights import StreamedWeights
 
 NAME = "kvcli"
 
@@ -60,6 +61,8 @@ class Hook:
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module], transfer: DeviceTransfer | None = None):
         self.model, self.modules, self.transfer = model, modules, transfer
         self.geometry, self.readers = geometry_of_model(model), reader_modules(model)
+        self.streamed: StreamedWeights | None = None
+        self.numbers = [number for number, layer in enumerate(self.geometry.decoder) for _ in layer.attention]
         self.states: States | None = None  # of the current run
         self.latents = [Latent.of(module) for module in modules]
         self.temperatures = [Temperature.of(module) for module in modules]
@@ -110,9 +113,10 @@ class Hook:
 
     @contextmanager
     def ahead(self, layer: int, hidden: Tensor) -> Iterator[Tensor]:
-        """Prepare work for a layer before its turn: yield hidden states [b, n, D] on its device."""
+        """Prepare work for a layer before its turn: yield hidden states [b, n, D] on its device, with its weights."""
         if self.transfer is None:
-            yield hidden
+            with nullcontext() if self.streamed is None else self.streamed.lent(self.numbers[layer]):
+                yield hidden
             return
         device = next(self.modules[layer].parameters()).device
         with self.on(device):

@@ -37,6 +37,7 @@ from kvcli.runtime.repetition import find_documents, with_repetitions
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.runtime.streamed_weights import streamed_weights
 from kvcli.runtime.windowed import extend, windowed_prefill
 from kvcli.telemetry.timeline import Timeline
 
@@ -304,8 +305,10 @@ def engine(
     with (
         compiling.telling(lambda: notice("compiling loops for this processor; later runs find them cached")),
         current(model.device),
+        streamed_weights(model.module) as streamed,
         attached(model.module, model.placement) as hook,
         cpu_layers(model.module),
         installed(model.module, capacities, model.placement) as rope,
     ):
+        hook.streamed = streamed
         yield Engine(model, hook, rope, notice, disk)

@@ -21,6 +21,7 @@ def run_report(
     sequences: Sequence[report.Sequence],
     kv: Footprint,
     saved: Sequence[report.SavedPrompt] = (),
+    weights: report.WeightsInTurn | None = None,
 ) -> report.Report:
     """Assemble the entries of a run's sequences; `kv` is what their caches hold at its end."""
     cuda, devices = model.device.type == "cuda", all_of(model.place)
@@ -44,4 +45,5 @@ def run_report(
             process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         ),
         saved=list(saved),
+        weights_in_turn=weights,
     )

@@ -238,6 +238,20 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class WeightsInTurn:
+    """Weights that were brought to the device in turn: bytes, and waits for them, of the prefill and of all `steps`.
+
+    On a GPU the device waits, which no clock of the host sees.
+    """
+
+    prefill_bytes: int
+    prefill_wait_ms: float
+    decode_bytes: int
+    decode_wait_ms: float
+    steps: int
+
+
+@dataclass(frozen=True)
 class Report:
     """The results of a run of `kvcli generate`."""
 
@@ -248,6 +262,7 @@ class Report:
     memory: Memory
     schema_version: int = SCHEMA_VERSION
     saved: list[SavedPrompt] = field(default_factory=list)
+    weights_in_turn: WeightsInTurn | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; keys in declaration order, `schema_version` first."""

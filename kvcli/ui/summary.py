@@ -266,7 +266,7 @@ def _prefill(sequence: Sequence) -> str:
 
 
 def memory_rows(report: Report) -> list[tuple[str, str]]:
-    """Report where the KV was, and the peak memory."""
+    """Report where the KV was, the weights that came in turn, and the peak memory."""
     memory = report.memory
     cache = [f"{format_bytes(memory.device_kv_bytes)} on the device"]
     if memory.host_kv_bytes:
@@ -275,9 +275,14 @@ def memory_rows(report: Report) -> list[tuple[str, str]]:
         cache.append(f"{format_bytes(memory.disk_kv_bytes)} on the disk")
     if memory.host_pinned_bytes:
         cache.append(f"{format_bytes(memory.host_pinned_bytes)} of it pinned")
+    rows = [("KV cache", " · ".join(cache))]
+    if (found := report.weights_in_turn) is not None:
+        waited = f" · waited {duration(found.decode_wait_ms / found.steps)} per step" if found.steps else ""
+        prefill = f"prefill {format_bytes(found.prefill_bytes)} · decode "
+        rows.append(("weights in turn", prefill + _moved(found.decode_bytes, found.steps) + waited))
     peaks = [("device", memory.device_peak_bytes), ("process", memory.process_peak_bytes)]
     peak = " · ".join(f"{name} {format_bytes(size)}" for name, size in peaks if size)
-    return [("KV cache", " · ".join(cache))] + ([("peak memory", peak)] if peak else [])
+    return rows + ([("peak memory", peak)] if peak else [])
 
 
 def origin_rows(report: Report) -> list[tuple[str, str]]:

@@ -14,9 +14,9 @@ from kvcli.runtime.sampling import Sampling
 CPU = torch.device("cpu")
 
 
-def forms_of(dtype, form=None):
+def forms_of(dtype, form=None, path=None):
     config = tiny_config("llama")
-    return [*smaller_forms(config, dtype, geometry_of(config, dtype, form), None)]
+    return [*smaller_forms(config, dtype, geometry_of(config, dtype, form), path, CPU)]
 
 
 def test_each_form_is_smaller_than_what_was_asked_for():
@@ -43,6 +43,13 @@ def test_each_form_is_smaller_than_what_was_asked_for():
 )
 def test_nothing_is_named_that_the_model_has_already(dtype, form, options):
     assert [" ".join(each.options) for each in forms_of(dtype, form)] == options
+
+
+def test_weights_of_files_can_lie_on_a_disk(tmp_path):
+    (last,) = forms_of(torch.bfloat16, path=tmp_path)[2:]
+    assert last.options == ("--weights-on disk",)
+    geometry = last.geometry
+    assert geometry.held_bytes < geometry.weight_bytes == geometry_of(tiny_config("llama"), torch.bfloat16).weight_bytes
 
 
 def test_two_options_are_named_only_where_no_single_one_is_enough():

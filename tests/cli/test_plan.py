@@ -74,11 +74,12 @@ def test_what_does_not_fit_comes_with_the_forms_that_do(warm):
     arguments = ("plan", "-m", "llama-3.1-8b", "--method", "full", "--context", "8K")
     small = ("--device-memory", "12GiB", "--host-memory", "64GiB")
     (found,) = json.loads(warm(*arguments, *small, "--json").stdout)["plans"]
-    assert (found["fits"], found["fits_with"]) == (False, ["--weights int8", "--weights int4"])
+    assert (found["fits"], found["fits_with"]) == (False, ["--weights int8", "--weights int4", "--weights-on host"])
     for weights, fits in (("int8", True), ("int4", True)):
         (again,) = json.loads(warm(*arguments, *small, "--weights", weights, "--json").stdout)["plans"]
         assert again["fits"] == fits
-    assert "full at 8,192, batch 1: --weights int8 or --weights int4" in warm(*arguments, *small, COLUMNS="200").stdout
+    said = "full at 8,192, batch 1: --weights int8, --weights int4 or --weights-on host"
+    assert said in warm(*arguments, *small, COLUMNS="200").stdout
 
 
 def test_the_tables_of_one_combination_say_where_memory_and_time_go(warm, tmp_path):

@@ -327,7 +327,7 @@ def test_a_product_takes_what_is_planned_beside_its_weight(weights, dtype, rows)
     assert weight_form.ON_LOADING["int8"].beside(1024, out, CUDA, 2) == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2", "qwen3"])  # qwen2 has biases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_stay_so_on_a_cpu(family, dtype, tmp_path):
     """The same numbers as in fp32, in half of the bytes."""

@@ -110,10 +110,13 @@ def rungs(label: str, profile: Profile, subjects: Sequence[PlannedRun], disk: bo
     for (fewer, halved), subject in product(_budgets(profile), subjects):
         for held, formed in forms(halved):
             for tiered in (False, True) if disk and formed.settings.on_host else (False,):
+                streaming = subject.geometry.streaming
                 cost = _GIVEN_UP[subject.weights] + _GIVEN_UP[held] + _OF_DISK * tiered + _OF_BUDGET * fewer
+                cost += _IN_TURN * (streaming is not None)
                 names = [label] + [f"budget {getattr(halved.settings, 'budget', 0)}"] * bool(fewer)
                 names += [f"{held} KV"] * (held != "auto")
                 names += [f"{subject.weights} weights"] * (subject.weights != "auto")
+                names += [] if streaming is None else [f"weights on {streaming.where}"]
                 found.append((cost, Rung(", ".join(names + ["disk"] * tiered), subject, formed, tiered)))
     return [rung for _, rung in sorted(found, key=lambda pair: pair[0])]
 
@@ -150,6 +153,8 @@ _GIVEN_UP = {"auto": 0.0, "int8": 1.0, "fp8": 1.5, "k8v4": 2.0, "int4": 3.0}
 
 _OF_DISK = 2.5
 _OF_BUDGET = 4.0
+_IN_TURN = 3.5
+"""Bringing weights in turn is exact, but much slower than weights of fewer bits."""
 
 
 def _lacks(
@@ -181,6 +186,9 @@ def command(model: str | None, plan: CapacityPlan) -> str:
         options += [f"--{key.replace('_', '-')}", f"{value}"] if key in OPTIONS else ["--set", f"{key}={value}"]
     if plan.weights != "auto":
         options += ["--weights", plan.weights]
+    if plan.streaming is not None:
+        options += ["--weights-on", plan.streaming.where]
+        options += [] if plan.streaming.limit is None else ["--weights-memory", f"{plan.streaming.limit}"]
     if plan.tier is not None:
         size = plan.tier.host_bytes >> 20
         host = f"{size >> 10}GiB" if size % 1024 == 0 else f"{size}MiB"

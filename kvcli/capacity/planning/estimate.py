@@ -8,7 +8,7 @@ can be run, so the roofline is all there is.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -21,8 +21,9 @@ from kvcli.inputs.profiles import Profile
 from kvcli.memory.tiers import Footprint
 from kvcli.methods.contract import AnyMethod
 from kvcli.models.devices import Place, Placement
-from kvcli.models.geometry import LayerGeometry, ModelGeometry
+from kvcli.models.geometry import LayerGeometry, ModelGeometry, build_on_meta
 from kvcli.models.loading import describe
+from kvcli.models.streamed import InTurn, WeightsOn
 from kvcli.models.weights import ON_LOADING, WeightForm
 
 
@@ -67,6 +68,12 @@ class PlannedRun:
     def with_weights(self, weights: str) -> PlannedRun:
         """Return the same model with its weights in another form."""
         return PlannedRun.of(self.config, self.dtype, ON_LOADING[weights])
+
+    def with_weights_on(self, where: WeightsOn, limit: int | None = None) -> PlannedRun:
+        """Return the same model with layers that wait for their turn; raises what `InTurn.of` raises."""
+        shapes, geometry = build_on_meta(self.config, self.dtype), self.geometry
+        streaming = InTurn.of(shapes, geometry.form, geometry.weight_bytes, where, limit)
+        return replace(self, geometry=replace(geometry, streaming=streaming))
 
     @classmethod
     def of(
@@ -127,10 +134,13 @@ def estimate(
     context: int,
     batch: int,
     disk: DiskReads | None = None,
+    disk_rate: float | None = None,
 ) -> Times | None:
     """Estimate the times of `batch` prompts of `context` tokens; None if the rates are unknown.
 
-    `method` is the method object of one of them, on the meta device. A `disk` holds part of what it fetches.
+    `method` is the method object of one of them, on the meta device. A `disk` holds part of what it fetches. Weights
+    that are brought in turn, once a prompt (or each of its windows) and once a step, come while others are computed;
+    from a disk of `disk_rate`, or at once if that is unknown.
     """
     rates, itemsize = machine.rates, subject.dtype.itemsize
     if rates is None:
@@ -152,10 +162,16 @@ def estimate(
     scale = min(1.0, step / least)
     from_disk = 0 if disk is None else round(disk.missing * sum(part.to_device for part in work.values()))
     reading = 0.0 if disk is None else from_disk / disk.rate
+    bringing, passes = 0.0, 1
+    if (streaming := subject.geometry.streaming) is not None:
+        rate = rates.to_device.median if streaming.where == "host" else disk_rate
+        bringing = 0.0 if rate is None else streaming.a_pass / rate
+        passes = -(-context // (method.prefill_window or context))
+        from_disk += streaming.a_pass if streaming.where == "disk" else 0
     return Times(
-        prefill=batch * prefill,
-        step=max(step, reading) if tried is None else step + reading,
-        roofline=max(scale * least, reading),
+        prefill=batch * max(prefill, passes * bringing),
+        step=max(step, bringing, reading) if tried is None else max(step, bringing) + reading,
+        roofline=max(scale * least, bringing, reading),
         phases={phase: (work[phase], scale * seconds) for phase, seconds in phases.items()},
         layers=subject.geometry.depth,
         missed=missed,

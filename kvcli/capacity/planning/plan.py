@@ -21,6 +21,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.kv.recurrent import state_marks
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.devices import Placement
+from kvcli.models.streamed import InTurn
 from kvcli.sizes import Share
 
 LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
@@ -35,7 +36,8 @@ class CapacityPlan:
     upper bound. `disk` is the bytes of the prompts' saved KV, `disk_rate` the bytes that a disk reads in a second, if
     given. `tier` is the disk below host memory, if there is one, with `disk_free` bytes. `weights` is the form that
     weights are brought into on loading, `placement` the devices of layers, if there are several. Where the run does not
-    fit, it would with one of the options of the model in `fits_with`.
+    fit, it would with one of the options of the model in `fits_with`. `streaming` says which layers' weights are
+    brought to the device in turn.
     """
 
     label: str
@@ -56,6 +58,7 @@ class CapacityPlan:
     weights: str = "auto"
     placement: Placement | None = None
     fits_with: tuple[str, ...] = ()
+    streaming: InTurn | None = None
 
     @property
     def load_seconds(self) -> float | None:
@@ -76,8 +79,10 @@ class CapacityPlan:
             "max_tokens": self.max_tokens,
             "weights": self.weights,
             **({} if self.placement is None else {"placement": self.placement.as_dict()}),
+            **({} if self.streaming is None else {"weights_on": self.streaming.where}),
             "memory": {
                 "weights": self.need.weights,
+                **({} if self.streaming is None else {"weights_in_turn": self.streaming.a_pass}),
                 "kv_device": self.need.kv.device,
                 "kv_host": self.need.kv.host,
                 "kv_disk": self.need.kv.disk,
@@ -152,7 +157,8 @@ def plan(
             disk_free = shutil.disk_usage(tier.folder).free
         found = plan_one(subject, machine, label, profile, context, batch, max_tokens, tier, disk_free, disk_rate)
         if not found.fits and machine.placement is None:
-            forms = forms or [*smaller_forms(subject.config, subject.dtype, subject.geometry, subject.path)]
+            model = subject.config, subject.dtype, subject.geometry, subject.path
+            forms = forms or [*smaller_forms(*model, machine.device)]
             found = replace(found, fits_with=_fits_with(forms, found, machine))
         yield found
 
@@ -212,13 +218,16 @@ def plan_one(
         free=machine.free,
         longest=None if longest == LONGEST - 1 else longest,
         bound=method.planned_is_bound,
-        times=estimate(subject, machine, resolved, method, context, batch, DiskReads.of(disk_rate, wanted.kv)),
+        times=estimate(
+            *(subject, machine, resolved, method, context, batch, DiskReads.of(disk_rate, wanted.kv), disk_rate)
+        ),
         disk=batch * _saved_bytes(subject, context),
         tier=tier,
         disk_free=disk_free,
         disk_rate=disk_rate,
         weights=subject.weights,
         placement=machine.placement,
+        streaming=subject.geometry.streaming,
     )
 
 

@@ -6,6 +6,7 @@ from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.capacity.planning.plan import LONGEST, CapacityPlan
 from kvcli.capacity.roofline import MachineRates, rate_rows
 from kvcli.capacity.smaller import in_words
+from kvcli.models.streamed import InTurn
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, duration, without_empty_columns
 
@@ -41,6 +42,10 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
         folder, cache = tiered.tier.folder, format_bytes(tiered.tier.host_bytes)
         place = f"{folder}, {format_bytes(tiered.disk_free)} free; {cache} of host memory cache it"
         rows.append(("disk tier", f"{place}; {_reads(plans)}; steps on a GPU are blocking"))
+    if (streaming := plans[0].streaming) is not None:
+        said = f"{len(streaming.layers)} layers come from {streaming.where} in turn; {_in_turn(streaming)[1]} a step"
+        unknown = streaming.where == "disk" and plans[0].disk_rate is None
+        rows.append(("weights", said + "; times exclude it without --disk-rate" * unknown))
     if rates is not None:
         found = ", ".join(f"{label} {value}" for label, value in rate_rows(rates.as_dict()))
         rows.append(("rates", f"{'measured' if measured else 'given'}: {found}"))
@@ -110,6 +115,7 @@ def _memory(plan: CapacityPlan) -> Table:
     need = plan.need
     rows = [
         ("weights", format_bytes(need.weights), "counted"),
+        *([] if plan.streaming is None else [_in_turn(plan.streaming)]),
         ("KV, device", format_bytes(need.kv.device), plan.kv_basis),
         *([("states, of it", format_bytes(need.states), "counted")] if need.states else []),
         ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
@@ -122,6 +128,10 @@ def _memory(plan: CapacityPlan) -> Table:
         *((f"free, {pool}", format_bytes(size), "") for pool, size in plan.free.items()),
     ]
     return Table(("part", "size", ""), rows, texts=("",))
+
+
+def _in_turn(streaming: InTurn) -> tuple[str, str, str]:
+    return "weights in turn", format_bytes(streaming.a_pass), f"from {streaming.where}, in every step"
 
 
 def _phases(plan: CapacityPlan) -> Table:

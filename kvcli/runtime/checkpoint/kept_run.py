@@ -25,6 +25,7 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.memory.state import capture
 from kvcli.methods import get_method
 from kvcli.models.loading import Checkpoint, ModelSpec, fingerprint, tokenizer_fingerprint
+from kvcli.models.streamed import WeightsOn
 from kvcli.models.weights import Weights
 from kvcli.runtime.checkpoint.journal import Journal
 from kvcli.runtime.checkpoint.restoring import Restoring
@@ -71,6 +72,8 @@ class Asked(BaseModel):
     device: str
     dtype: str
     weights: Weights = "auto"
+    weights_on: WeightsOn = "device"
+    weights_memory: int | None = None
     tokenizer_from: str | None = None
     offline: bool
     fingerprint: str
@@ -99,6 +102,8 @@ class Asked(BaseModel):
             device=str(checkpoint.device),
             dtype=str(checkpoint.dtype).removeprefix("torch."),
             weights=spec.weights,
+            weights_on=spec.weights_on,
+            weights_memory=spec.weights_memory,
             tokenizer_from=spec.tokenizer,
             offline=spec.offline,
             fingerprint=fingerprint(checkpoint),
@@ -160,7 +165,8 @@ class KeptRun:
         """The model that was asked for."""
         asked = self.asked
         how = (asked.load_format, asked.offline, asked.weights, asked.tokenizer_from)
-        return ModelSpec(asked.model, asked.device, asked.dtype, *how)
+        place = asked.weights_on, asked.weights_memory
+        return ModelSpec(asked.model, asked.device, asked.dtype, *how, *place)
 
     @property
     def sampling(self) -> Sampling:
