@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcli.kernels._numba import inlined, intrinsic
+from kvcli.kernels._numba import carray, inlined, intrinsic
 
 AHEAD = 8  # rows
 LINE = 64  # bytes of a cache line
@@ -54,6 +54,40 @@ def prefetch(array: Any, first: Any, count: int) -> None:
     """Prefetch `count` numbers of a flat array from `first` on, without waiting."""
     for c in range(0, count, _in_a_line(array)):
         _ask_for(array, np.uint64(first) + np.uint64(c))
+
+
+@intrinsic
+def _pointer(_: Any, place: Any, like: Any) -> Any:
+    """Point to numbers of a kind at an address."""
+    from numba import types
+
+    def point(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.inttoptr(given[0], context.get_value_type(signature.return_type))
+
+    pointer: Any = types.CPointer
+    return pointer(like)(place, like), point
+
+
+@inlined
+def at_address(place: Any, like: Any, shape: Any) -> Any:
+    """View numbers at an address as an array without gaps; `like` is any number of their kind."""
+    return carray(_pointer(place, like), shape)
+
+
+@intrinsic
+def call_at(_: Any, place: Any, numbers: Any) -> Any:
+    """Call a loop at its address with a tuple of integers, see `compiled_at`."""
+    from llvmlite import ir
+    from numba import types
+
+    def call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        number, count = ir.IntType(64), len(signature.args[1])
+        of = ir.FunctionType(ir.VoidType(), [number] * count).as_pointer()
+        loop = builder.inttoptr(given[0], of)
+        builder.call(loop, [builder.extract_value(given[1], at) for at in range(count)])
+        return context.get_dummy_value()
+
+    return types.none(place, numbers), call
 
 
 LOT = 64  # numbers handled at once: bytes of an AVX-512 register, bits of a mask

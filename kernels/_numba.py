@@ -31,6 +31,8 @@ try:
 except ImportError:
     numba, prange = None, range  # type: ignore[assignment, misc]
 
+carray: Any = getattr(numba, "carray", None)
+
 LEAST = 1 << 15
 """Numbers in the largest input from which a loop pays for its loading, which takes some 50 ms per process."""
 
@@ -39,8 +41,8 @@ WORTH_A_THREAD = 1 << 16
 
 ARITHMETIC: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
 
-__all__ = ["Compiling", "compiled", "compiling", "flat", "in_order", "inlined", "intrinsic"]
-__all__ += ["prange", "run", "run_alone", "serial", "serves"]
+__all__ = ["Compiling", "carray", "compiled", "compiled_at", "compiling", "flat", "in_order", "inlined"]
+__all__ += ["intrinsic", "prange", "run", "run_alone", "serial", "serves", "use_threads"]
 
 
 class Compiling(object if numba is None else numba.core.event.Listener):  # type: ignore[misc]
@@ -111,6 +113,23 @@ def serial(function: Callable[..., Any]) -> Any:
     return compiled(function, {**ARITHMETIC, "parallel": False})
 
 
+def compiled_at(function: Callable[..., None], arguments: int) -> int:
+    """Compile a loop for one thread that takes integers only, as many as `arguments`; return its address.
+
+    Other loops call it there. It stays until the process ends.
+    """
+    made, signature = serial(function), numba.void(*[numba.int64] * arguments)
+    made.compile(signature)
+    found = made.get_compile_result(signature)
+    _made.append(made)
+    address: int = found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
+    return address
+
+
+_made: list[Any] = []
+"""Loops that are called by their address."""
+
+
 def in_order(function: Callable[..., Any]) -> Any:
     """Compile a loop that adds in the written order; otherwise LLVM would vectorise look-ups, which is slower."""
     return compiled(function, {**ARITHMETIC, "fastmath": ARITHMETIC["fastmath"] - {"reassoc"}})
@@ -171,11 +190,16 @@ def run(loop: Any, numbers: int, *arguments: Any) -> None:
 
     Tensors are passed as arrays, also those in tuples.
     """
+    use_threads(numbers)
+    loop(*_arrays(arguments))
+
+
+def use_threads(numbers: int) -> None:
+    """Let loops that read `numbers` numbers use as many threads as torch, fewer if they read little."""
     threads = min(torch.get_num_threads(), _most_threads(), 1 + numbers // WORTH_A_THREAD)
     if getattr(_set, "threads", 0) != threads:
         numba.set_num_threads(threads)
         _set.threads = threads
-    loop(*_arrays(arguments))
 
 
 def run_alone(loop: Any, *arguments: Any) -> Any:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kvcli.kernels._llvm import AHEAD, FlatArrays, exp, prefetch
+from kvcli.kernels._llvm import AHEAD, FlatArrays, prefetch
 from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, serves
+from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_rows
 
 MOST_ROWS = 8
 """For more rows a matrix product, which keeps numbers in registers, is faster."""
@@ -187,9 +188,6 @@ def heads_side_by_side(x: Tensor) -> bool:
     return len(x) > 1 and x.stride(0) < x.stride(1)
 
 
-ROWS = 32  # rows of a weight per thread at once
-
-
 @inlined
 def _products(x: Any, weight: Any, first: int, last: int, out: Any, at: int) -> None:
     """Multiply x by some rows of a weight; write the products to `out` from column `at` on."""
@@ -213,56 +211,30 @@ def _products(x: Any, weight: Any, first: int, last: int, out: Any, at: int) -> 
             out[m, at + i] = total
 
 
-@inlined
-def _blocks(weight: Any) -> int:
-    return (len(weight) + ROWS - 1) // ROWS
+@cache
+def _multiplying() -> int:
+    """Make the loop that multiplies rows of x by rows of a weight, see `kvcli.kernels.chain`."""
+
+    def multiply(
+        weight: int, x: int, out: int, first: int, last: int, columns: int, stride: int, at: int, rows: int
+    ) -> None:
+        given, target = floats(x, rows, columns), floats(out, rows, stride)
+        _products(given, floats(weight, last, columns), first, last, target, at)
+
+    return loop_of_rows(multiply)
 
 
-@inlined
-def _place(weights: Any, block: int) -> tuple[int, int, int]:
-    """Return the layer of a block, its first row in the layer, and the number of rows of the layers before."""
-    layer, at = 0, 0
-    while block >= _blocks(weights[layer]):
-        block -= _blocks(weights[layer])
-        at += len(weights[layer])
-        layer += 1
-    return layer, block * ROWS, at
-
-
-@compiled
-def _row_products(x: Any, weights: Any, out: Any) -> None:
-    blocks = 0  # of all layers, to balance threads
-    for i in range(len(weights)):
-        blocks += _blocks(weights[i])
-    for block in prange(blocks):
-        layer, first, at = _place(weights, np.int64(block))
-        _products(x, weights[layer], first, min(first + ROWS, len(weights[layer])), out, at)
-
-
-@compiled
-def _gated_products(x: Any, gate: Any, up: Any, products: Any, out: Any) -> None:
-    n = len(gate)
-    for block in prange(_blocks(gate)):
-        first, last = block * ROWS, min(block * ROWS + ROWS, n)
-        _products(x, gate, first, last, products, 0)
-        _products(x, up, first, last, products, n)
-        for m in range(len(x)):
-            for i in range(first, last):
-                s = products[m, i]
-                less = -s if s > np.float32(-88) else np.float32(88)  # beyond that, e^88 is practically infinite
-                out[m, i] = s / (np.float32(1) + exp(less)) * products[m, n + i]
+def matrix_of(weight: Any, bias: Any = None) -> Matrix:
+    """Describe a weight, an array without gaps, with an array as its bias, to `kvcli.kernels.chain`."""
+    rows, columns = weight.shape
+    return Matrix(lambda _: _multiplying(), weight, rows, columns, False, bias)
 
 
 def row_products(x: Tensor, weights: tuple[Any, ...]) -> Tensor:
     """Multiply x by the weights of linear layers, arrays without gaps: y_mi = x_m . W_i, [m, all their out]."""
-    out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
-    run(_row_products, out.shape[1] * x.shape[1], x.contiguous(), weights, out)
-    return out
+    return Chain(["x"], [Products("x", "out", list(map(matrix_of, weights)))], ["out"])(x)[0]
 
 
 def gated_products(x: Tensor, gate: Any, up: Any) -> Tensor:
     """Return silu(x . gate) * (x . up) for two arrays without gaps: [m, out]."""
-    rows, size = x.shape[0], gate.shape[0]
-    products, out = x.new_empty(rows, 2 * size), x.new_empty(rows, size)
-    run(_gated_products, gate.size + up.size, x.contiguous(), gate, up, products, out)
-    return out
+    return Chain(["x"], [Gate("x", "out", matrix_of(gate), matrix_of(up))], ["out"])(x)[0]

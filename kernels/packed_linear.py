@@ -10,8 +10,7 @@ Shapes: x [.., in], W [out, in] as bytes [out, nbytes of a row]. Sums are in fp3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
-from itertools import groupby
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from kvcli.kernels._llvm import LINE, FlatArrays, all_of, exp, lanes
-from kvcli.kernels._numba import compiled, inlined, intrinsic, prange, run, serves
+from kvcli.kernels._llvm import LINE, NUMBERS, FlatArrays, all_of, at_address, lanes, permutes
+from kvcli.kernels._numba import compiled, intrinsic, prange, run, serves
 from kvcli.kernels._triton import interpreted, jit, launch, power_of_two, takes, tl
+from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_rows
 
 
 class Packing(NamedTuple):
@@ -264,8 +264,11 @@ def _plain_q6_k(blocks: Tensor) -> Tensor:
     return scales[..., None] * levels
 
 
+_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the numbers of four bits, without their sign
+
+
 def _plain_mxfp4(blocks: Tensor) -> Tensor:
-    levels = blocks.new_tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32)
+    levels = blocks.new_tensor(_E2M1, dtype=torch.float32)
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1).clamp(min=0) << 23)
     return bits.view(torch.float32) * torch.cat((levels, -levels))[_nibbles(blocks[:, 1:]).int()]
@@ -533,11 +536,17 @@ class _Block:
         """Load sixteen signed bytes."""
         return self.builder.sext(self.held.load(0, LANES, at), self.words)
 
-    def half(self, at: int) -> Any:
-        """Load one half-precision number."""
+    def half(self, at: int, count: int = LANES) -> Any:
+        """Load one half-precision number into every lane, `count` of them.
+
+        Converted alone, it would go into a register that still waits for the sums of the block before.
+        """
         from llvmlite import ir
 
-        return self.builder.fpext(self.builder.bitcast(self.held.load(0, 2, at), ir.HalfType()), self.float)
+        bits = self.builder.zext(self.builder.bitcast(self.held.load(0, 2, at), ir.IntType(16)), ir.IntType(64))
+        halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), 4))
+        wide = self.builder.fpext(halves, ir.VectorType(self.float, 4))
+        return lanes(self.builder, (wide, wide), [0] * count)
 
     def bits(self, at: int) -> Any:
         """Load 32 bits into every lane."""
@@ -569,9 +578,18 @@ class _Block:
         product = self.builder.fmul(self.builder.sitofp(words, self.floats), scale, flags=("contract",))
         return product if beside is None else self.builder.fadd(product, beside, flags=("contract",))
 
+    def looked_up(self, words: Any, table: Any) -> Any:
+        """Return the number of a table of sixteen for the four lowest bits of each word, see `permutes`."""
+        from llvmlite import ir
+        from numba.core import cgutils
+
+        declare: Any = cgutils.get_or_insert_function
+        function = declare(self.builder.module, ir.FunctionType(self.floats, [self.floats, self.words]), NUMBERS)
+        return self.builder.call(function, [table, words])
+
     def times(self, a: Any, number: float) -> Any:
         """Return the product with a constant."""
-        return self.builder.fmul(a, self.constant(a.type, number))
+        return self.builder.fmul(a, self.constant(a.type, [number] * a.type.count))
 
 
 def _parts_of_k(block: _Block) -> Iterator[tuple[Any, Any]]:
@@ -590,25 +608,25 @@ def _parts_of_k(block: _Block) -> Iterator[tuple[Any, Any]]:
             pair = builder.insert_element(pair, bits, word(at))
         levels = builder.zext(builder.bitcast(pair, ir.VectorType(block.byte, 8)), ir.VectorType(word, 8))
         wide = builder.sitofp(levels, ir.VectorType(block.float, 8))
-        return builder.fmul(wide, all_of(builder, scale, 8))
+        return builder.fmul(wide, scale)
 
     half, quarter = 0x3F3F3F3F, 0x0F0F0F0F
-    scales = eight(masked(a, half), builder.or_(masked(c, quarter), masked(a, 0x30303030, 2)), block.half(0))
+    scales = eight(masked(a, half), builder.or_(masked(c, quarter), masked(a, 0x30303030, 2)), block.half(0, 8))
     last = builder.or_(masked(c, quarter, 4), masked(b, 0x30303030, 2))
-    least = eight(masked(b, half), last, block.times(block.half(2), -1.0))
+    least = eight(masked(b, half), last, block.times(block.half(2, 8), -1.0))
     for part in range(8):
         yield tuple(lanes(builder, (each, each), [part] * LANES) for each in (scales, least))
 
 
 def _q4_0(block: _Block) -> Iterator[Any]:
-    d, packed = block.half(0), block.unsigned(2)
-    scale, beside = block.each(d), block.each(block.times(d, -8.0))
+    scale, packed = block.half(0), block.unsigned(2)
+    beside = block.times(scale, -8.0)
     yield block.scaled(block.low(packed), scale, beside)
     yield block.scaled(block.high(packed), scale, beside)
 
 
 def _q4_1(block: _Block) -> Iterator[Any]:
-    scale, beside, packed = block.each(block.half(0)), block.each(block.half(2)), block.unsigned(4)
+    scale, beside, packed = block.half(0), block.half(2), block.unsigned(4)
     yield block.scaled(block.low(packed), scale, beside)
     yield block.scaled(block.high(packed), scale, beside)
 
@@ -619,16 +637,16 @@ def _q5(block: _Block, scale: Any, beside: Any, bits: Any, packed: Any) -> Itera
 
 
 def _q5_0(block: _Block) -> Iterator[Any]:
-    d = block.half(0)
-    return _q5(block, block.each(d), block.each(block.times(d, -16.0)), block.bits(2), block.unsigned(6))
+    scale = block.half(0)
+    return _q5(block, scale, block.times(scale, -16.0), block.bits(2), block.unsigned(6))
 
 
 def _q5_1(block: _Block) -> Iterator[Any]:
-    return _q5(block, block.each(block.half(0)), block.each(block.half(2)), block.bits(4), block.unsigned(8))
+    return _q5(block, block.half(0), block.half(2), block.bits(4), block.unsigned(8))
 
 
 def _q8_0(block: _Block) -> Iterator[Any]:
-    scale = block.each(block.half(0))
+    scale = block.half(0)
     for at in (2, 2 + LANES):
         yield block.scaled(block.signed(at), scale)
 
@@ -652,7 +670,7 @@ def _q5_k(block: _Block) -> Iterator[Any]:
 
 def _q6_k(block: _Block) -> Iterator[Any]:
     builder = block.builder
-    scales = builder.fmul(builder.sitofp(block.signed(192), block.floats), block.each(block.half(208)))
+    scales = builder.fmul(builder.sitofp(block.signed(192), block.floats), block.half(208))
     scale = 0
     for half in range(2):
         low = [block.unsigned(64 * half + at) for at in range(0, 64, LANES)]
@@ -675,6 +693,11 @@ def _mxfp4(block: _Block) -> Iterator[Any]:
     usual = builder.shl(builder.sub(exponent, block.word(1)), block.word(23))
     bits = builder.select(builder.icmp_unsigned("<", exponent, block.word(2)), small, usual)
     scale, packed = block.each(builder.bitcast(bits, block.float)), block.unsigned(1)
+    if permutes():
+        halves = block.constant(block.floats, [*_E2M1, *(-level for level in _E2M1)])
+        table = builder.fmul(halves, scale)
+        yield from (block.looked_up(words, table) for words in (packed, block.high(packed)))
+        return
     for words in (block.low(packed), block.high(packed)):
         # One bit of mantissa below two of exponent: levels 0, 1, 2, 3, 4, 6, 8, 12.
         mantissa = builder.and_(words, block.of(1))
@@ -767,7 +790,7 @@ def _multiply_row(
         tools: Any = cgutils
         lots, width, stride = tools.unpack_tuple(builder, given[6])
         vector = ir.VectorType(ir.FloatType(), LANES)
-        zero, chains = ir.Constant(vector, [0.0] * LANES), max(1, 4 // count)
+        zero, chains = ir.Constant(vector, [0.0] * LANES), min(4, 16 // count)
         sums = [[tools.alloca_once_value(builder, zero) for _ in range(chains)] for _ in range(count)]
         with cgutils.for_range(builder, lots) as loop:
             index = loop.index
@@ -785,8 +808,8 @@ def _multiply_row(
                     chain = held[row]
                     chain[lane % chains] = builder.fadd(chain[lane % chains], product, flags=("contract",))
             for chain, places in zip(held, sums, strict=True):
-                for total, where in zip(chain, places, strict=True):
-                    builder.store(total, where)
+                for index, where in enumerate(places):  # the next block adds to other sums
+                    builder.store(chain[(index + size // LANES) % chains], where)
         kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), vector])
         declare: Any = cgutils.get_or_insert_function
         add_up = declare(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
@@ -820,51 +843,28 @@ def _unpacking(packing: int) -> Any:
     return unpack
 
 
-@inlined
-def _place(counts: Any, block: int) -> tuple[int, int, int]:
-    """Return the weight of a block, its first row in the weight, and the number of rows of the weights before."""
-    weight, at = 0, 0
-    while block >= (counts[weight] + _ROWS - 1) // _ROWS:
-        block -= (counts[weight] + _ROWS - 1) // _ROWS
-        at += counts[weight]
-        weight += 1
-    return weight, block * _ROWS, at
-
-
 @cache
-def _loops(packing: int, rows: int) -> tuple[Any, Any]:
-    """Make the loops over weights of a packing, for `rows` rows of x: for products, and for a gate."""
-    _, nbytes = _lot(packing)
+def _multiplying(packing: int, rows: int) -> int:
+    """Make the loop that multiplies `rows` rows of x by rows of a packing, see `kvcli.kernels.chain`."""
+    size, nbytes = _lot(packing)
 
-    @compiled
-    def products(x: Any, weights: Any, counts: Any, lots: int, out: Any, first: int) -> None:
-        blocks = 0  # of all weights, to balance threads
-        for i in range(len(counts)):
-            blocks += (counts[i] + _ROWS - 1) // _ROWS
-        width, stride = len(x) // rows, len(out) // rows
-        for block in prange(blocks):
-            which, row, at = _place(counts, np.int64(block))
-            packed = weights[which]
-            for i in range(row, min(row + _ROWS, counts[which])):
-                place, column = np.uint64(i * lots * nbytes), np.uint64(first + at + i)
-                _multiply_row(packed, place, x, np.uint64(0), out, column, (lots, width, stride), packing, rows)
+    def multiply(
+        weight: int, x: int, out: int, first: int, last: int, columns: int, stride: int, at: int, _: int
+    ) -> None:
+        lots = columns // size
+        packed = at_address(weight, np.uint8(0), last * lots * nbytes)
+        given, target = floats(x, rows * columns), floats(out, rows * stride)
+        for i in range(first, last):
+            place, column = np.uint64(i * lots * nbytes), np.uint64(at + i)
+            _multiply_row(packed, place, given, np.uint64(0), target, column, (lots, columns, stride), packing, rows)
 
-    @compiled
-    def gated(x: Any, gate: Any, up: Any, n: int, lots: int, held: Any, out: Any) -> None:
-        width = len(x) // rows
-        for block in prange((n + _ROWS - 1) // _ROWS):
-            for i in range(block * _ROWS, min(block * _ROWS + _ROWS, n)):
-                place, column = np.uint64(i * lots * nbytes), np.uint64(i)
-                sizes = (lots, width, 2 * n)
-                _multiply_row(gate, place, x, np.uint64(0), held, column, sizes, packing, rows)
-                _multiply_row(up, place, x, np.uint64(0), held, np.uint64(n + i), sizes, packing, rows)
-            for m in range(rows):
-                for i in range(block * _ROWS, min(block * _ROWS + _ROWS, n)):
-                    s = held[2 * n * m + i]
-                    less = -s if s > np.float32(-88) else np.float32(88)  # beyond that, e^88 is practically infinite
-                    out[n * m + i] = s / (np.float32(1) + exp(less)) * held[2 * n * m + n + i]
+    return loop_of_rows(multiply)
 
-    return products, gated
+
+def matrix_of(weight: PackedWeight, bias: Any = None) -> Matrix:
+    """Describe a weight that suits loops, with an array as its bias, to `kvcli.kernels.chain`."""
+    (rows, columns), packing = weight.shape, list(PACKINGS).index(weight.packing.name)
+    return Matrix(partial(_multiplying, packing), weight.packed.numpy(), rows, columns, True, bias)
 
 
 def suits_loops(weight: PackedWeight) -> bool:
@@ -872,50 +872,16 @@ def suits_loops(weight: PackedWeight) -> bool:
     return _whole(weight.packed, weight.shape[1]) and serves(weight.packed, dtype=torch.uint8)
 
 
-def _padded(x: Tensor) -> Tensor:
-    """Pad x [m, in] with rows of zeros to the next power of two, for which there is a loop."""
-    more = (1 << (len(x) - 1).bit_length()) - len(x)
-    return functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
-
-
 def products_with(weights: Sequence[PackedWeight]) -> Callable[[Tensor], Tensor]:
     """Make the function that multiplies x [m, in], fp32 and up to `MOST_ROWS` rows, by weights that suit.
 
-    It returns the results concatenated, [m, all their out]. Whatever does not depend on x is computed once: a small
-    product takes a few microseconds, which torch functions would double.
+    It returns the results concatenated, [m, all their out].
     """
-    runs, first = [], 0
-    for name, alike in groupby(weights, lambda weight: weight.packing.name):
-        some = list(alike)
-        packing, counts = list(PACKINGS).index(name), tuple(map(len, some))
-        packed = tuple(weight.packed.reshape(-1).numpy() for weight in some)
-        lots, read = some[0].shape[1] // _lot(packing)[0], sum(counts) * some[0].shape[1]
-        runs.append((packing, read, packed, counts, lots, first))
-        first += sum(counts)
-
-    def multiply(x: Tensor) -> Tensor:
-        padded = _padded(x)
-        rows = padded.shape[0]
-        out = x.new_empty(rows, first)
-        given, flat = padded.numpy().reshape(-1), out.numpy().reshape(-1)
-        for packing, read, packed, counts, lots, at in runs:
-            run(_loops(packing, rows)[0], read, given, packed, counts, lots, flat, at)
-        return out if rows == x.shape[0] else out[: x.shape[0]]
-
-    return multiply
+    chain = Chain(["x"], [Products("x", "out", list(map(matrix_of, weights)))], ["out"])
+    return lambda x: chain(x)[0]
 
 
 def gated_with(gate: PackedWeight, up: PackedWeight) -> Callable[[Tensor], Tensor]:
-    """Make the function silu(x . gate) * (x . up), for such x and weights, of one packing: [m, out]."""
-    packing, n = list(PACKINGS).index(gate.packing.name), len(gate)
-    both = gate.packed.reshape(-1).numpy(), up.packed.reshape(-1).numpy()
-    lots, read = gate.shape[1] // _lot(packing)[0], 2 * gate.numel()
-
-    def multiply(x: Tensor) -> Tensor:
-        padded = _padded(x)
-        rows = padded.shape[0]
-        held, out = np.empty(2 * n * rows, np.float32), x.new_empty(rows, n)
-        run(_loops(packing, rows)[1], read, padded.numpy().reshape(-1), *both, n, lots, held, out.numpy().reshape(-1))
-        return out if rows == x.shape[0] else out[: x.shape[0]]
-
-    return multiply
+    """Make the function silu(x . gate) * (x . up), for such x and weights: [m, out]."""
+    chain = Chain(["x"], [Gate("x", "out", matrix_of(gate), matrix_of(up))], ["out"])
+    return lambda x: chain(x)[0]

@@ -227,7 +227,8 @@ class DenseCache(ResidentCache):
 
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
-        self.k[:, self.length], self.v[:, self.length] = k, v
+        self.k.select(1, self.length).copy_(k)
+        self.v.select(1, self.length).copy_(v)
         self.length += 1
         return 0
 

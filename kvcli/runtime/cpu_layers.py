@@ -1,15 +1,16 @@
 """Run the work between the attention of two layers on a CPU in few loops, for a few rows at a time.
 
-A step takes the time of reading the weights; one launch per linear layer and six torch functions per norm would add a
-third. Prompts go through the model's own code, its linear layers through oneDNN.
+A step takes the time of reading the weights; one launch per linear layer and six torch functions per norm would add
+more than that in a small model. So a decoder layer is two loops: up to queries, keys and values, and from what
+attention gave to the next layer. Prompts go through the model's own code, its linear layers through oneDNN.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from kvcli.kernels.gemv import gated_products, row_products
+from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Stage, TurnedHeads
 from kvcli.kernels.norm_rope import Rotation, norm_cpu, rotate_cpu
-from kvcli.kernels.packed_linear import gated_with, products_with
+from kvcli.kernels.softmax import Softmax
+from kvcli.models.auto import layers_of
 from kvcli.models.weights import is_plain
-from kvcli.runtime.fused import Kernels, fused_by
-from kvcli.runtime.linear import by_memory, cpu_linears, few, is_packed, rows_of, suits_gemv
+from kvcli.runtime.fused import Kernels, Parts, Turning, fused_by, gated_of, norm_of, parts_of, projections_of, replaced
+from kvcli.runtime.linear import by_memory, cpu_linears, few, is_packed, matrix_of, rows_of, suits_gemv
 
 MOST = 1 << 16
 """Numbers up to which a single-threaded loop is faster for a norm or a rotation."""
@@ -31,10 +33,17 @@ MOST = 1 << 16
 @contextmanager
 def cpu_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run a few rows by loops, and linear layers of more rows at the memory's speed, if possible."""
-    linears: Any = (module for module in model.modules() if is_plain(module) or is_packed(module))
+    linears: Any = (module for module in model.modules() if _knows(module))
     loops = any(map(suits_gemv, linears))
-    with fused_by(CpuKernels(), model) if loops else nullcontext(), cpu_linears(model):
+    whole = [WholeLayer.of(layer) for layer in layers_of(model)] if loops else []
+    with fused_by(CpuKernels(), model) if loops else nullcontext(), cpu_linears(model), ExitStack() as left:
+        for layer in filter(None, whole):
+            layer.enter(left)
         yield
+
+
+def _knows(linear: object) -> bool:
+    return is_plain(linear) or is_packed(linear)
 
 
 class CpuKernels(Kernels):
@@ -46,7 +55,7 @@ class CpuKernels(Kernels):
 
     @override
     def knows(self, linear: object) -> bool:
-        return is_plain(linear) or is_packed(linear)
+        return _knows(linear)
 
     @override
     def alone(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -55,44 +64,28 @@ class CpuKernels(Kernels):
     @override
     def together(self, linears: Sequence[nn.Linear]) -> Callable[[Tensor], Sequence[Tensor]]:
         each, sizes = [by_memory(linear) for linear in linears], [linear.out_features for linear in linears]
-        packed = [is_packed(linear) for linear in linears]
-        if not all(map(suits_gemv, linears)) or any(packed) != all(packed):
+        if not all(map(suits_gemv, linears)):
             return lambda x: [product(x) for product in each]
-        if all(packed):
-            weights: Any = [linear.weight for linear in linears]
-            multiply = products_with(weights)
-        else:
-            multiply = partial(row_products, weights=tuple(linear.weight.detach().numpy() for linear in linears))
+        multiply = Chain(["x"], [Products("x", "out", list(map(matrix_of, linears)))], ["out"])
 
         def products(x: Tensor) -> Sequence[Tensor]:
             if (rows := rows_of(x)) is None:
                 return [product(x) for product in each]
-            parts = torch.split(multiply(rows).view(*x.shape[:-1], -1), sizes, -1)
-            for part, linear in zip(parts, linears, strict=True):
-                if linear.bias is not None:
-                    part.add_(linear.bias)
-            return parts
+            return torch.split(multiply(rows)[0].view(*x.shape[:-1], -1), sizes, -1)
 
         return products
 
     @override
     def gated(self, gate: nn.Linear, up: nn.Linear) -> Callable[[Tensor], Tensor]:
         by_gate, by_up = by_memory(gate), by_memory(up)
-        packed = is_packed(gate)
-        alike = packed == is_packed(up) and (not packed or gate.weight.packing == up.weight.packing)  # type: ignore[attr-defined]
-        if gate.bias is not None or not alike or not (suits_gemv(gate) and suits_gemv(up)):
+        if not (suits_gemv(gate) and suits_gemv(up)):
             return lambda x: functional.silu(by_gate(x)) * by_up(x)
-        weights: Any = [linear.weight for linear in (gate, up)]
-        if packed:
-            multiply = gated_with(*weights)
-        else:
-            arrays = [weight.detach().numpy() for weight in weights]
-            multiply = partial(gated_products, gate=arrays[0], up=arrays[1])
+        multiply = Chain(["x"], [Gate("x", "out", matrix_of(gate), matrix_of(up))], ["out"])
 
         def product(x: Tensor) -> Tensor:
             if (rows := rows_of(x)) is None:
                 return functional.silu(by_gate(x)) * by_up(x)
-            return multiply(rows).view(*x.shape[:-1], -1)
+            return multiply(rows)[0].view(*x.shape[:-1], -1)
 
         return product
 
@@ -103,3 +96,161 @@ class CpuKernels(Kernels):
     @override
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> None:
         rotate_cpu(q, k, rotation)
+
+
+class Attending(NamedTuple):
+    """A layer's loop up to queries, keys and values, and where they go."""
+
+    hook: Any
+    layer: int
+    begin: Chain
+    softmax: Softmax
+    sizes: Sequence[int]
+    size: int
+
+    def taken_apart(self, products: Tensor, batch: int, n: int) -> Sequence[Tensor]:
+        """View rows of products as queries [b, H, n, d], keys and values [b, Hk, n, d]."""
+        heads = products.view(batch, n, -1, self.size).transpose(1, 2)
+        return heads.split_with_sizes([rows // self.size for rows in self.sizes], 1)
+
+
+def _suit(angles: Any, batch: int, n: int) -> bool:
+    """Tell whether these are a cosine and a sine for each of the tokens."""
+    return isinstance(angles, tuple) and all(x.shape[:2] == (batch, n) and x.dtype == torch.float32 for x in angles)
+
+
+def _moved(value: Any, shift: int) -> Any:
+    """Move positions; other arguments stay as they are."""
+    return value + shift if isinstance(value, Tensor) and value.dtype == torch.int64 else value
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and bool((found - wanted).norm() <= 1e-4 * wanted.norm())
+
+
+class WholeLayer:
+    """A decoder layer in two loops, up to queries, keys and values with their rotation, and from what attention gave.
+
+    Its attention module must do nothing else. It is tried out at the first step, on random numbers; a layer whose
+    module does more, or that somebody listens to, runs by its own code.
+    """
+
+    def __init__(self, layer: nn.Module, parts: Parts, projections: Sequence[nn.Linear], output: nn.Linear):
+        self.layer, self.output, self.attention = layer, output, cast(Any, parts.attention)
+        self.norm, second, mlp = parts.before_attention, norm_of(parts.before_mlp), gated_of(parts.mlp, _knows)
+        first = norm_of(self.norm)
+        assert first is not None
+        assert second is not None
+        assert mlp is not None
+        gate, up, down = map(matrix_of, mlp)
+        self.sizes = [linear.out_features for linear in projections]
+        products = Products("normed", "products", list(map(matrix_of, projections)))
+        self.before: list[Stage] = [Normalised("x", "normed", *first), products]
+        after: list[Stage] = [
+            Products("attended", "sum", [matrix_of(output)], plus="x"),
+            Normalised("sum", "normed", *second),
+            Gate("normed", "inner", gate, up),
+            Products("inner", "out", [down], plus="sum"),
+        ]
+        self.end = Chain(["x", "attended"], after, ["out"])
+        own_norms = [getattr(self.attention, name, None) for name in ("q_norm", "k_norm")]
+        self.head_norms = [norm_of(norm) if isinstance(norm, nn.Module) else None for norm in own_norms]
+        passed = [*parts, *mlp, *projections, output, *own_norms]
+        self.passed = [vars(module) for module in passed if isinstance(module, nn.Module)]
+        self.listeners = [own[kind] for own in self.passed for kind in ("_forward_hooks", "_forward_pre_hooks")]
+        self.tried = False
+        self.own: Attending | None = None
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> WholeLayer | None:
+        """Recognise a layer all of whose weights have loops; None for any other."""
+        parts = parts_of(layer, _knows)
+        if parts is None or not hasattr(parts.attention, "kvcli_hook"):
+            return None
+        projections, output = projections_of(parts.attention, _knows), getattr(parts.attention, "o_proj", None)
+        linears: Any = [*projections, output, *(gated_of(parts.mlp, _knows) or ())]
+        norms: Any = [parts.before_attention.weight, parts.before_mlp.weight]
+        if not projections or not all(_knows(linear) and suits_gemv(linear) for linear in linears):
+            return None
+        queries, keys, values = (linear.out_features for linear in projections)
+        size = getattr(parts.attention, "head_dim", None) or queries + 1
+        alike = keys == values and queries % size == keys % size == 0 and linears[3].in_features == queries
+        if not alike or not all(few(norm.detach()) for norm in norms):
+            return None
+        return cls(layer, parts, projections, linears[3])
+
+    def enter(self, left: ExitStack) -> None:
+        """Run the layer, once its modules run by loops."""
+        self.forwards = [own.get("forward") for own in self.passed]
+        left.enter_context(replaced(self.layer, "forward", self._forward(self.layer.forward)))
+
+    def _forward(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+            x, angles = rows_of(hidden_states) if few(hidden_states) else None, given.get("position_embeddings")
+            (batch, n, _), own = hidden_states.shape, None
+            # Only the layer itself knows what `args` are.
+            if x is not None and not args and _suit(angles, batch, n) and not self._watched():
+                own = self.own if self.own is not None or self.tried else self._try(hidden_states, given)
+            if x is None or angles is None or own is None:
+                return before(hidden_states, *args, **given)
+            (products,) = own.begin(x, *[angle.flatten(0, 1) for angle in angles])
+            attended = own.hook.attend(own.layer, *own.taken_apart(products, batch, n), own.softmax)
+            return self.end(x, attended.reshape(batch * n, -1))[0].view(hidden_states.shape)
+
+        return forward
+
+    def _try(self, hidden: Tensor, given: dict[str, Any]) -> Attending | None:
+        """Compare queries, keys, values and the output with what the attention module makes of random numbers.
+
+        It is given other positions as well, which must not matter once their angles are known.
+        """
+        hook, layer, size = self.attention.kvcli_hook, self.attention.kvcli_layer, self.attention.head_dim
+        usual = hook.latents[layer] is None and hook.temperatures[layer] is None and hook.index is None
+        if not usual or hook.handler is None or self.attention in hook.readers or "forward" in vars(self.attention):
+            return None
+        self.tried = True
+        (batch, n, _), random = hidden.shape, torch.Generator().manual_seed(0)
+        x, *angles = (torch.randn(like.shape, generator=random) for like in (hidden, *given["position_embeddings"]))
+        answer = torch.randn(batch, n, self.sizes[0] // size, size, generator=random)
+        made, ended, asked = torch.empty_like(hidden), list[Tensor](), list[tuple[Any, ...]]()
+
+        def attend(_: int, *what: Any) -> Tensor:
+            asked.append(what)
+            return answer
+
+        def project(attended: Tensor) -> Tensor:
+            ended.append(attended)
+            return made
+
+        with replaced(hook, "handler", attend), replaced(self.output, "forward", project):
+            for shift in (0, 1 << 20):
+                moved = {name: _moved(value, shift) for name, value in given.items()}
+                moved["position_embeddings"] = tuple(angles)
+                found = self.attention(hidden_states=self.norm(x), **moved)[0]
+                if found is not made or not torch.equal(ended[-1].reshape(answer.shape), answer):
+                    return None
+        if len(asked) != 2 or asked[0][3].selected is not None or asked[0][3][:2] != asked[1][3][:2]:
+            return None
+        for turned in (True, False):
+            own = Attending(hook, layer, self._chain(angles[0].shape[-1], turned), asked[0][3], self.sizes, size)
+            (products,) = own.begin(x.flatten(0, 1), *(angle.flatten(0, 1) for angle in angles))
+            mine = own.taken_apart(products, batch, n)
+            if all(_close(a, b) for what in asked for a, b in zip(mine, what[:3], strict=True)):
+                self.own = own
+                break
+        return self.own
+
+    def _chain(self, width: int, turned: bool) -> Chain:
+        """Make the loop up to queries, keys and values."""
+        size, columns = self.attention.head_dim, self.sizes
+        turning = getattr(sys.modules[type(self.attention).__module__], "apply_rotary_pos_emb", None)
+        turn = turning.tables(size, width, torch.device("cpu")) if turned and isinstance(turning, Turning) else None
+        stages = list(self.before)
+        for first, rows, norm in zip((0, columns[0]), columns, self.head_norms, strict=False):
+            if turn is not None or norm is not None:
+                stages.append(TurnedHeads("products", first, rows // size, size, norm, turn, width))
+        return Chain(["x", "cos", "sin"], stages, ["products"])
+
+    def _watched(self) -> bool:
+        """Tell whether somebody listens to a module, or replaced what it does."""
+        return any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards

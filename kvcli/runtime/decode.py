@@ -39,8 +39,9 @@ class BlockingPipeline:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Attend with one token per sequence: q [b, H, 1, d], k and v [b, Hk, 1, d] -> [b, 1, H, d]."""
+        q, k, v = q.select(2, 0), k.select(2, 0), v.select(2, 0)
         outs = [
-            method.attend(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], softmax.of(row))  # [H, d]
+            method.attend(layer, q[row], k[row], v[row], softmax.of(row))  # [H, d]
             for row, method in enumerate(self.methods)
         ]
         return self._stacked(outs, len(q))
@@ -52,6 +53,8 @@ class BlockingPipeline:
 
     def _stacked(self, outs: list[Tensor], rows: int) -> Tensor:
         """Stack the outputs [H, d] of all methods into rows [b, 1, H, d]."""
+        if rows == 1:
+            return outs[0][None, None]
         return torch.stack([*outs, *outs[-1:] * (rows - len(outs))])[:, None]
 
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:

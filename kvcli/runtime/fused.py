@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from inspect import signature
+from inspect import Parameter, signature
+from itertools import permutations
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -136,13 +137,17 @@ class Turning:
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[:2] == (len(q), q.shape[2]) and k.shape[1] > 0
         if not plain or not self.kernels.serve(q):
             return self.turn(q, k, cos, sin, *args, **kwargs)
-        if key not in self.channels:
-            self.channels[key] = self._channels(*key)
-        channels = self.channels[key]
+        channels = self.tables(*key)
         if channels is None:
             return self.turn(q, k, cos, sin)
         self.kernels.rotate(q, k, Rotation(cos, sin, *channels))
         return q, k
+
+    def tables(self, d: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return partner, column and sign of each channel, see `Rotation`; None if it does not rotate pairs."""
+        if (key := (d, width, device)) not in self.channels:
+            self.channels[key] = self._channels(*key)
+        return self.channels[key]
 
     def _channels(self, d: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
         tables = torch.ones(1, width, device=device), torch.zeros(1, width, device=device)
@@ -209,6 +214,56 @@ def _gates(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> b
         except (RuntimeError, TypeError, ValueError):
             return False
     return isinstance(wanted, Tensor) and torch.equal(-(functional.silu(3 * x - 1) * (2 - x)), wanted)
+
+
+class Parts(NamedTuple):
+    """The modules of a decoder layer, in the order in which they run."""
+
+    before_attention: nn.Module
+    attention: nn.Module
+    before_mlp: nn.Module
+    mlp: nn.Module
+
+
+def parts_of(layer: nn.Module, knows: Callable[[object], bool] = is_plain) -> Parts | None:
+    """Return the parts of a layer that is h = x + attention(norm(x)), then h + mlp(norm(h)), with a gated MLP."""
+    children = list(layer.children())
+    norms = [child for child in children if norm_of(child) is not None]
+    mlps = [child for child in children if gated_of(child, knows) is not None]
+    if len(children) != 4 or len(norms) != 2 or len(mlps) != 1 or "forward" in vars(layer):
+        return None
+    (attention,) = (child for child in children if child not in norms and child not in mlps)
+    weight = norms[0].weight
+    assert isinstance(weight, Tensor)
+    x = torch.linspace(-1.0, 1.0, 3 * len(weight), device=weight.device, dtype=weight.dtype).view(1, 3, -1)
+    for first, second in permutations(norms):
+        parts = Parts(first, attention, second, mlps[0])
+        if _runs(layer, parts, x):
+            return parts
+    return None
+
+
+def _runs(layer: nn.Module, parts: Parts, x: Tensor) -> bool:
+    """Try a layer out with stand-ins for its modules; attention must receive everything that the layer receives."""
+    named = signature(layer.forward).parameters.values()
+    given = {each.name: object() for each in named if each.kind == Parameter.POSITIONAL_OR_KEYWORD}
+    given = {"something_else": object(), **given}
+    given.pop("hidden_states", None)
+    seen: dict[str, Any] = {}
+
+    def attention(hidden_states: Tensor, **known: Any) -> tuple[Tensor, None]:
+        seen.update(known)
+        return 3 * hidden_states - 1, None
+
+    with ExitStack() as stack:
+        for part, does in zip(parts, (lambda x: 2 * x, attention, lambda x: x + 5, lambda x: 7 - x), strict=True):
+            stack.enter_context(replaced(part, "forward", does))
+        try:
+            found = layer.forward(x, **given)  # not what hooks do before and after
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return False
+    total = x + (3 * (2 * x) - 1)
+    return isinstance(found, Tensor) and torch.equal(found, total + (7 - (total + 5))) and seen == given
 
 
 def _alike(linears: Sequence[Any], knows: Callable[[object], bool]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.compat import onednn_linear, onednn_suits
-from kvcli.kernels import gemv
+from kvcli.kernels import gemv, packed_linear
 from kvcli.kernels._numba import serves
-from kvcli.kernels.gemv import row_products
-from kvcli.kernels.packed_linear import PackedWeight, packed_linear, products_with, suits_loops
+from kvcli.kernels.chain import Chain, Matrix, Products
+from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models.weights import is_plain
 
 Forward = Callable[[Tensor], Tensor]
@@ -54,38 +55,42 @@ def is_packed(module: object) -> bool:
 
 def suits_gemv(linear: nn.Linear) -> bool:
     """Tell whether there is a loop for the weight of a layer."""
+    if linear.bias is not None and linear.bias.dtype != torch.float32:
+        return False
     if isinstance(linear.weight, PackedWeight):
-        return suits_loops(linear.weight)
+        return packed_linear.suits_loops(linear.weight)
     return serves(linear.weight.detach()) and linear.weight.is_contiguous()
 
 
-def by_memory(linear: nn.Linear) -> Forward:
-    """Make the forward of a layer, by a loop for a few rows, else through oneDNN."""
+def matrix_of(linear: nn.Linear) -> Matrix:
+    """Describe a layer that suits to the loops."""
+    bias = None if linear.bias is None else linear.bias.detach().contiguous().numpy()
     if isinstance(linear.weight, PackedWeight):
-        return _packed(linear)
-    loops = suits_gemv(linear)
-    arrays = (linear.weight.detach().numpy(),) if loops else ()
-
-    def forward(x: Tensor) -> Tensor:
-        if x.requires_grad:  # neither the loops nor oneDNN pass gradients on
-            return functional.linear(x, linear.weight, linear.bias)
-        if loops and few(x) and (rows := rows_of(x)) is not None:
-            out = row_products(rows, arrays).view(*x.shape[:-1], -1)
-            return out if linear.bias is None else out.add_(linear.bias)
-        return onednn_linear(x, linear.weight, linear.bias)
-
-    return forward
+        return packed_linear.matrix_of(linear.weight, bias)
+    return gemv.matrix_of(linear.weight.detach().numpy(), bias)
 
 
-def _packed(linear: nn.Linear) -> Forward:
-    """Make the forward of a layer whose weight is packed; torch's own would dispatch to it by a detour."""
+def by_memory(linear: nn.Linear) -> Forward:
+    """Make the forward of a layer, by a loop for a few rows, else through oneDNN or by the packed weight's tiles."""
     weight: Any = linear.weight
-    multiply = products_with([weight]) if suits_gemv(linear) else None
+    if isinstance(weight, PackedWeight):
+        # torch's own would dispatch to it by a detour
+        many: Forward = partial(packed_linear.packed_linear, weight=weight, bias=linear.bias)
+    else:
+        many = partial(_through_onednn, linear)
+    if not suits_gemv(linear):
+        return many
+    multiply = Chain(["x"], [Products("x", "out", [matrix_of(linear)])], ["out"])
 
     def forward(x: Tensor) -> Tensor:
-        if multiply is not None and few(x) and (rows := rows_of(x)) is not None:
-            out = multiply(rows).view(*x.shape[:-1], -1)
-            return out if linear.bias is None else out.add_(linear.bias)
-        return packed_linear(x, weight, linear.bias)
+        if not few(x) or (rows := rows_of(x)) is None:
+            return many(x)
+        return multiply(rows)[0].view(*x.shape[:-1], -1)
 
     return forward
+
+
+def _through_onednn(linear: nn.Linear, x: Tensor) -> Tensor:
+    if x.requires_grad:  # oneDNN does not pass gradients on
+        return functional.linear(x, linear.weight, linear.bias)
+    return onednn_linear(x, linear.weight, linear.bias)

@@ -1,13 +1,17 @@
 """A model's layers by loops for a few rows: the same logits, prompts by the model's own code, nothing left behind."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from families import FAMILIES, VOCAB, tiny_model
 from gguf import GGMLQuantizationType, quants
+from torch.nn import functional
 
-from kvcli.kernels import _numba, gemv, packed_linear
+from kvcli.kernels import _numba, chain, packed_linear
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
 from kvcli.runtime import cpu_layers as layers
+from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.cpu_layers import cpu_layers
 from kvcli.runtime.linear import cpu_linears
 
@@ -39,23 +43,103 @@ def test_logits_are_the_same_and_modules_come_back(family):
     assert not any("forward" in vars(module) for module in changed)
 
 
-def launches(depth, monkeypatch):
-    launched, run = [], gemv.run
+def attend(layer, q, k, v, softmax):
+    """Causal attention among the tokens that come together."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax.scale)
+    return out.transpose(1, 2)
 
-    def noted(loop, *arguments):
-        launched.append(loop)
-        run(loop, *arguments)
 
+def run(hook, tokens=TOKENS):
+    positions = torch.arange(3, 3 + tokens.shape[1]).expand(len(tokens), -1)
+    with torch.inference_mode():
+        return hook.run(attend, tokens, positions, keep=slice(None))
+
+
+def launches(depth, hooked, monkeypatch):
+    launched, loop = [], chain._run
     model = tiny_model("llama", layers=depth)
-    with cpu_layers(model), monkeypatch.context() as patch:
-        patch.setattr(gemv, "run", noted)
-        logits(model, TOKENS[:1, :1])
+    with attached(model) if hooked else nullcontext() as hook, cpu_layers(model), monkeypatch.context() as patch:
+        if hooked:
+            run(hook, TOKENS[:1, :1])  # the first step tries layers out
+        patch.setattr(chain, "_run", lambda *arguments: launched.append(loop) or loop(*arguments))
+        if hooked:
+            run(hook, TOKENS[:1, :1])
+        else:
+            logits(model, TOKENS[:1, :1])
     return len(launched)
 
 
-def test_launches_of_a_layer(monkeypatch):
-    """Queries, keys and values; what attention gave; gate and up; down."""
-    assert launches(3, monkeypatch) - launches(2, monkeypatch) == 4
+@pytest.mark.parametrize(("hooked", "of_a_layer"), [(True, 2), (False, 4)])
+def test_launches_of_a_layer(hooked, of_a_layer, monkeypatch):
+    """Before and after attention; or queries, keys and values; what attention gave; gate and up; down."""
+    assert launches(3, hooked, monkeypatch) - launches(2, hooked, monkeypatch) == of_a_layer
+
+
+WHOLE = ("llama", "qwen2", "qwen3", "mistral", "smollm3")
+"""Without more, with biases, with norms of heads, and with layers that do not rotate."""
+
+
+def whole_layers(monkeypatch):
+    made, of = [], layers.WholeLayer.of.__func__
+    monkeypatch.setattr(layers.WholeLayer, "of", lambda layer: made.append(of(layers.WholeLayer, layer)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_layers_give_the_same_logits(family, monkeypatch):
+    model, made = tiny_model(family), whole_layers(monkeypatch)
+    with attached(model) as hook:
+        try:
+            expected = run(hook)
+        except Exception as error:  # layers that this handler does not serve
+            pytest.skip(str(error))
+        with cpu_layers(model):
+            found = [run(hook) for _ in range(2)]
+        assert torch.equal(run(hook), expected)
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5)
+    if family in WHOLE:
+        assert made
+        assert all(layer.own is not None for layer in made)
+
+
+def test_who_listens_to_a_module_hears_it(monkeypatch):
+    model, heard = tiny_model("llama"), []
+    with attached(model) as hook, cpu_layers(model):
+        run(hook)
+        expected = run(hook)
+        listening = model.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
+        torch.testing.assert_close(run(hook), expected, rtol=1e-4, atol=1e-5)
+        listening.remove()
+        assert torch.equal(run(hook), expected)
+    assert heard == [1]
+
+
+@pytest.mark.parametrize("what", ["position", "gate", "input"])
+def test_attention_that_does_more_is_left_to_its_own_code(what, monkeypatch):
+    """It scales by the position where that is great, or changes what comes in or goes out."""
+    model, made = tiny_model("llama"), whole_layers(monkeypatch)
+    kind = type(model.model.layers[0].self_attn)
+    forward = kind.forward
+
+    def changed(self, hidden_states, position_embeddings=None, attention_mask=None, **given):
+        if what == "position" and "position_ids" in given:
+            scale = (1 + given["position_ids"] // 8192)[..., None]
+            position_embeddings = tuple(x * scale for x in position_embeddings)
+        more = 2 if what == "input" else 1
+        out, weights = forward(self, more * hidden_states, position_embeddings, attention_mask, **given)
+        return (2 * out if what == "gate" else out), weights
+
+    monkeypatch.setattr(kind, "forward", changed)
+    with attached(model) as hook:
+        expected = run(hook)
+        with cpu_layers(model):
+            for _ in range(2):
+                torch.testing.assert_close(run(hook), expected, rtol=1e-4, atol=1e-5)
+    assert made
+    assert all(layer.tried and layer.own is None for layer in made)
 
 
 def test_prompts_go_through_the_models_own_code(monkeypatch):
@@ -72,7 +156,7 @@ def test_what_a_compiler_reads_is_the_models_own_code(monkeypatch):
     expected = logits(model)
     with cpu_layers(model):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        monkeypatch.setattr(gemv, "run", None)
+        monkeypatch.setattr(chain, "_run", None)
         torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
 
 

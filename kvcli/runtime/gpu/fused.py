@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from inspect import Parameter, signature
-from itertools import pairwise, permutations
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from kvcli.kernels.norm_rope import Rotation, add_rms_norm, rms_norm, rotate, si
 from kvcli.kernels.skinny_linear import MOST_ROWS, InputNorm, skinny_linear, starts_early
 from kvcli.models.auto import layers_of
 from kvcli.models.weights import is_plain
-from kvcli.runtime.fused import Kernels, Norm, fused_by, gated_of, norm_of, replaced
+from kvcli.runtime.fused import Kernels, Norm, Parts, fused_by, gated_of, norm_of, parts_of, replaced
 
 OWN_PRODUCTS = False
 """Whether layers multiply a few rows by `kvcli.kernels.skinny_linear`: what attention gave, with the residual; both
@@ -33,15 +32,6 @@ They launch three kernels less per layer than a library's products. No GPU has c
 """
 
 # Decoder layers that add the attention output within the kernel that normalises the sum for the MLP.
-
-
-class Parts(NamedTuple):
-    """The modules of a decoder layer, in the order in which they run."""
-
-    before_attention: nn.Module
-    attention: nn.Module
-    before_mlp: nn.Module
-    mlp: nn.Module
 
 
 @contextmanager
@@ -127,47 +117,6 @@ def _forward(before: Callable[..., Tensor], parts: Parts, norm: Norm, own: OwnPr
         return out
 
     return forward
-
-
-def parts_of(layer: nn.Module) -> Parts | None:
-    """Return the parts of a layer that is h = x + attention(norm(x)), then h + mlp(norm(h)), with a gated MLP."""
-    children = list(layer.children())
-    norms = [child for child in children if norm_of(child) is not None]
-    mlps = [child for child in children if gated_of(child) is not None]
-    if len(children) != 4 or len(norms) != 2 or len(mlps) != 1 or "forward" in vars(layer):
-        return None
-    (attention,) = (child for child in children if child not in norms and child not in mlps)
-    weight = norms[0].weight
-    assert isinstance(weight, Tensor)
-    x = torch.linspace(-1.0, 1.0, 3 * len(weight), device=weight.device, dtype=weight.dtype).view(1, 3, -1)
-    for first, second in permutations(norms):
-        parts = Parts(first, attention, second, mlps[0])
-        if _runs(layer, parts, x):
-            return parts
-    return None
-
-
-def _runs(layer: nn.Module, parts: Parts, x: Tensor) -> bool:
-    """Try a layer out with stand-ins for its modules; attention must receive everything that the layer receives."""
-    named = signature(layer.forward).parameters.values()
-    given = {each.name: object() for each in named if each.kind == Parameter.POSITIONAL_OR_KEYWORD}
-    given = {"something_else": object(), **given}
-    given.pop("hidden_states", None)
-    seen: dict[str, Any] = {}
-
-    def attention(hidden_states: Tensor, **known: Any) -> tuple[Tensor, None]:
-        seen.update(known)
-        return 3 * hidden_states - 1, None
-
-    with ExitStack() as stack:
-        for part, does in zip(parts, (lambda x: 2 * x, attention, lambda x: x + 5, lambda x: 7 - x), strict=True):
-            stack.enter_context(replaced(part, "forward", does))
-        try:
-            found = layer.forward(x, **given)  # not what hooks do before and after
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            return False
-    total = x + (3 * (2 * x) - 1)
-    return isinstance(found, Tensor) and torch.equal(found, total + (7 - (total + 5))) and seen == given
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from kvcli.kernels import norm_rope as rms_norm
 from kvcli.kernels import norm_rope as rotate
 from kvcli.kernels import norm_rope as silu_mul
 from kvcli.runtime.attention_hook import attached
+from kvcli.runtime.fused import parts_of
 from kvcli.runtime.gpu import fused
-from kvcli.runtime.gpu.fused import fused_layers, parts_of, sums_in_norms
+from kvcli.runtime.gpu.fused import fused_layers, sums_in_norms
 from kvcli.runtime.layer_major import layer_major
 
 TOKENS = torch.randint(3, VOCAB, (2, 3), generator=torch.Generator().manual_seed(5))
