@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcli.errors import usage_error
@@ -21,6 +21,7 @@ from kvcli.memory.disk_tier import ALIGNMENT, READ_BYTES, DamagedError, DiskErro
 from kvcli.memory.pinned import host_memory, pinned_allocator
 from kvcli.models.auto import layers_of
 from kvcli.models.streamed import Layout, Source, layout_of
+from kvcli.runtime.fused import replaced
 
 READERS = 8
 """Threads that read, each with a buffer of its own."""
@@ -232,7 +233,9 @@ class StreamedWeights:
 
 @contextmanager
 def streamed_weights(model: PreTrainedModel) -> Iterator[StreamedWeights | None]:
-    """Bring the layers of a model that pass in time within this context; None if all of its weights stay.
+    """Let the layers of a model that pass run within this context; None if all of its weights stay.
+
+    Within it, `in_turn` brings their weights.
 
     Raises:
         DiskError: weights cannot be read.
@@ -242,26 +245,32 @@ def streamed_weights(model: PreTrainedModel) -> Iterator[StreamedWeights | None]
         return
     weights, layers = StreamedWeights(layout), layers_of(model)
     passing = [layers[number] for number in layout.streaming.layers]
-    before = [vars(layer)["forward"] for layer in passing]
+    absent = [vars(layer).pop("forward") for layer in passing]
     try:
-        for at, layer in enumerate(passing):
-            layer.forward = _in_turn(weights, at, layer)
         yield weights
     finally:
-        for layer, forward in zip(passing, before, strict=True):
+        for layer, forward in zip(passing, absent, strict=True):
             layer.forward = forward
         weights.close()
 
 
-def _in_turn(weights: StreamedWeights, at: int, layer: nn.Module) -> Callable[..., Any]:
-    """Make the forward of a layer that waits for its weights."""
-    forward = type(layer).forward
+@contextmanager
+def in_turn(model: PreTrainedModel, weights: StreamedWeights | None) -> Iterator[None]:
+    """Let layers that pass wait for their weights, whatever else serves as their forward by then."""
+    with ExitStack() as left:
+        for at, number in enumerate(() if weights is None else weights.layout.streaming.layers):
+            layer = layers_of(model)[number]
+            assert weights is not None
+            left.enter_context(replaced(layer, "forward", _after_need(weights, at, layer.forward)))
+        yield
 
+
+def _after_need(weights: StreamedWeights, at: int, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values())):
             raise usage_error("gradients need the weights of all layers at once", "leave --weights-on out")
         weights.need(at)
-        return forward(layer, *args, **kwargs)
+        return forward(*args, **kwargs)
 
     return run

@@ -15,6 +15,7 @@ from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.memory.disk_tier import DiskError, UnbufferedFile
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint
 from kvcli.models.streamed import check_place, layout_of
+from kvcli.runtime.cpu_layers import WholeLayer
 from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 
@@ -70,6 +71,21 @@ def llama(tmp_path_factory):
 def test_every_kind_of_layer(family, tmp_path):
     there, in_turn = both(tiny_checkpoint(family, tmp_path))
     assert tokens(in_turn) == tokens(there)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_run_in_two_loops(dtype, tmp_path, monkeypatch):
+    """The loops know the addresses of their weights, and wait for them like modules."""
+    config = tiny_config("llama")
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 256, 320, LAYERS
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 4, 64
+    tiny_model("llama", config=config).to(dtype).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    there, in_turn = both(tmp_path)
+    loops, tried = [], WholeLayer._try
+    monkeypatch.setattr(WholeLayer, "_try", lambda self, *args: loops.append(tried(self, *args)) or loops[-1])
+    assert tokens(in_turn) == tokens(there)
+    assert [loop is not None for loop in loops] == [True] * 2 * LAYERS
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
