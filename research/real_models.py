@@ -44,7 +44,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli"
 MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
 PAGED = "full,oracle,streaming,fier,shadowkv,retroinfer,freekv"
 HELD = ("full", "streaming")
-WITHOUT = {"offload", "duoattention", "razor"}  # the first is `full`, the others need gates and heads found beforehand
+WITHOUT = {"offload", "native", "duoattention", "razor"}
+"""The first is `full`, the second serves other models, the others need gates and heads found beforehand."""
 
 
 class Packaged(NamedTuple):
@@ -111,8 +112,10 @@ LEAST_FULL = 50
 
 PLANS = {
     "smollm2-wide": Plan("smollm2", [4096], [512], fed=128, stretches=1, profiles="vattention-weighted"),
-    "smollm2-budgets": Plan("smollm2", [4096], [256, 1024, 128], fed=128, stretches=1),
-    "smollm2-lengths": Plan("smollm2", [2048, 7936], [512], fed=128, stretches=1),
+    "smollm2-budgets": Plan("smollm2", [4096], [256, 1024], fed=128, stretches=1),
+    "smollm2-small": Plan("smollm2", [4096], [128], fed=128, stretches=1),
+    "smollm2-short": Plan("smollm2", [2048], [512], fed=128, stretches=1),
+    "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1, methods=MAIN),
     "smollm2-main": Plan("smollm2", [4096], [512, 256], fed=256, stretches=3, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
     "gemma3-pages": Plan("gemma3", [16384], [2048], 128, 1, PAGED, (32, 16, 8)),
