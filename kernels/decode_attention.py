@@ -360,9 +360,9 @@ def _add_up(weights: Any, parts: Any, lse: Any, piece: int, d: int, out: Any) ->
     heads, group, n = weights.shape
     for own in prange((n + piece - 1) // piece):
         first, last = own * piece, min(own * piece + piece, n)
-        mass = out[first:last]
-        mass[:] = 0
+        out[:, first:last] = 0
         for h in range(heads):
+            mass = out[h % len(out), first:last]
             for g in range(group):
                 share, row = exp(parts[h, own, g, d] - lse[h, g]), weights[h, g, first:last]
                 for i in range(len(mass)):
@@ -390,9 +390,12 @@ def attend(sets: Sequence[TokenSet], softmax: Softmax) -> Attended:
     return Attended(out, lse, weights[0], parts, sets[0].piece)
 
 
-def mass(of: Attended, lse: Tensor) -> Tensor:
-    """Sum the attention that each token of the first set received from all queries, given their lse: [n]."""
-    out = of.weights.new_empty(of.weights.shape[2])
+def mass(of: Attended, lse: Tensor, by_head: bool = False) -> Tensor:
+    """Sum the attention that each token of the first set received from all queries, given their lse: [1, n].
+
+    With `by_head`, from those of each KV head: [Hk, n].
+    """
+    out = of.weights.new_empty(len(of.weights) if by_head else 1, of.weights.shape[2])
     run(_add_up, of.weights.numel(), of.weights, of.parts, lse, of.piece, of.out.shape[2], out)
     return out
 
