@@ -190,11 +190,9 @@ def _memory_of(
         sizes += [memory.PromptSize(length, common if place else 0) for place, length in enumerate(lengths)]
         together = max(together, sum(lengths) - common * (len(group) - 1))
     saving, loading = ((kind or request.kv.cache) is not None for kind in (request.kv.save, request.kv.use))
-    return sizes, {
-        "beside": request.beside(checkpoint.geometry, checkpoint.device.type),
-        "together": together,
-        "layers_beside": 2 * saving + 2 * loading,
-    }
+    beside = request.beside(checkpoint.geometry, checkpoint.device.type)
+    guided = request.lossless is not None and beside is None  # what drafts read is about as large as a layer
+    return sizes, {"beside": beside, "together": together, "layers_beside": 2 * saving + 2 * loading + guided}
 
 
 def begin_to_pin(
