@@ -8,7 +8,6 @@ All queries see the keys before the newest m, which need no mask; only the squar
 parts are merged by their log-sum-exp.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -77,7 +76,7 @@ def prefill_attention(
     if n > m:
         far = _fold(q, k), k[:, : n - m], v[:, : n - m]
         found = _few(*far, softmax)
-        blocks.append(block_attention(*far, softmax) if found is None else found[:2])
+        blocks.append(block_attention(*far, softmax) if found is None else found)
     return _finish(q, *merge_blocks(*blocks), softmax)
 
 
@@ -85,40 +84,17 @@ FEW = 32
 """Queries of a KV head up to which the loops of decode attention read keys faster than matrix products."""
 
 
-def _few(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> decode.Attended | None:
+def _few(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor] | None:
     """Attend with few queries q [Hk, r, d] to keys that all of them see; None if no loop serves.
 
-    There are loops for powers of two queries, so there may be more in the result.
+    Rows of zeros fill up a power of two, so that few loops are compiled.
     """
-    rows = 1 << (q.shape[1] - 1).bit_length()
+    few = q.shape[1]
+    rows = 1 << (few - 1).bit_length()
     if rows > FEW or not serves(q, k, v):
         return None
-    padded = q if rows == q.shape[1] else functional.pad(q, (0, 0, 0, rows - q.shape[1]))
-    found = decode.attend([TokenSet(padded, k, v)], softmax)
-    return found._replace(out=found.out[:, : q.shape[1]], lse=found.lse[:, : q.shape[1]])
-
-
-def watched_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attend like `prefill_attention`, and add up for each KV head what the queries give to the tokens before them.
-
-        mass_hj = sum over the queries i of the heads that read KV head h of e^(s_ij - lse_i),  j < n - m
-
-    Returns out [H, m, d] and mass [Hk, n - m]. A logit without a value (`Softmax.sinks`) takes nothing from the mass.
-    """
-    m, n = q.shape[1], k.shape[1]
-    out, lse = _diagonal(q, k[:, n - m :], v[:, n - m :], softmax)
-    if n == m:
-        return _finish(q, out, lse, softmax), lse.new_empty(len(k), 0)
-    far = _fold(q, k), k[:, : n - m], v[:, : n - m]
-    found = _few(*far, softmax)
-    there = block_attention(*far, softmax) if found is None else found[:2]
-    out, norm = merge_blocks((out, lse), there)
-    if found is None:
-        mass = torch.exp(attention_scores(far[0], far[1], softmax) - norm[..., None]).sum(1)
-    else:
-        more = found.weights.shape[1] - norm.shape[1]
-        mass = decode.mass(found, functional.pad(norm, (0, more), value=math.inf), by_head=True)
-    return _finish(q, out, norm, softmax), mass
+    out, lse, *_ = decode.attend([TokenSet(functional.pad(q, (0, 0, 0, rows - few)), k, v)], softmax)
+    return out[:, :few], lse[:, :few]
 
 
 def _diagonal(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
@@ -201,7 +177,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, far: Sequence[FarTokens], softmax
     if softmax.sinks is not None:
         sinks = softmax.sinks.view_as(norm)
         out, norm = add_sinks(out, norm, sinks), torch.logaddexp(norm, sinks)
-    mass = decode.mass(attended, norm)[0]
+    mass = decode.mass(attended, norm)
     mass[-1] = 0  # the token's attention to itself does not count
     return out.view_as(q), mass
 

@@ -173,7 +173,7 @@ class Generation:
     def steps(self) -> Generator[Step, None, None]:
         """Prefill the documents one by one, each with all its questions; then decode all together, a token per step."""
         request, kept = self.request, self.kept
-        beside = request.beside(self.model.geometry, self.model.device.type)
+        beside = request.beside(self.model.device.type)
         ready_for = engine(self.model, capacities(request, self.prompts), self.observer.notice, self.disk)
         with ready_for as ready, nullcontext() if kept is None else closing(kept), self.disk or nullcontext():
             runner = PrefillRunner(

@@ -26,10 +26,9 @@ from kvcli.inputs.options import (
 from kvcli.inputs.profiles import Profile, profile_notices, reference_profile, resolve_profile, verifying_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.disk_tier import DiskTier
-from kvcli.models.geometry import ModelGeometry, rotates_by_length
+from kvcli.models.geometry import rotates_by_length
 from kvcli.models.loading import Checkpoint
 from kvcli.runtime.checkpoint.kept_run import Asked, KeptRun
-from kvcli.runtime.guided import drafts_itself
 from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.telemetry.observer import Observer
@@ -50,10 +49,10 @@ class GenerationRequest(Stepping):
     disk: DiskOptions | None = None
     """Where to put KV that host memory is not to hold, see `kvcli.memory.disk_tier`."""
 
-    def beside(self, geometry: ModelGeometry, device: str) -> Profile | None:
+    def beside(self, device: str) -> Profile | None:
         """Return the profile of the second method that each sequence brings on a type of device, if any."""
         if self.lossless is not None:
-            return None if drafts_itself(self.profile.method, geometry, device) else verifying_profile(device)
+            return verifying_profile(device)
         return None if self.audit is None else reference_profile()
 
 
@@ -190,9 +189,11 @@ def _memory_of(
         sizes += [memory.PromptSize(length, common if place else 0) for place, length in enumerate(lengths)]
         together = max(together, sum(lengths) - common * (len(group) - 1))
     saving, loading = ((kind or request.kv.cache) is not None for kind in (request.kv.save, request.kv.use))
-    beside = request.beside(checkpoint.geometry, checkpoint.device.type)
-    guided = request.lossless is not None and beside is None  # what drafts read is about as large as a layer
-    return sizes, {"beside": beside, "together": together, "layers_beside": 2 * saving + 2 * loading + guided}
+    return sizes, {
+        "beside": request.beside(checkpoint.device.type),
+        "together": together,
+        "layers_beside": 2 * saving + 2 * loading,
+    }
 
 
 def begin_to_pin(

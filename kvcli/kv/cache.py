@@ -237,13 +237,9 @@ class DenseCache(ResidentCache):
 
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally; return [H, n, d]."""
-        self.append_window(k, v)
-        return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
-
-    def append_window(self, k: Tensor, v: Tensor) -> None:
-        """Append tokens k, v [Hk, n, d]."""
         start, self.length = self.length, self.length + k.shape[1]
         self.k[:, start : self.length], self.v[:, start : self.length] = k, v
+        return prefill_attention(q, self.k[:, : self.length], self.v[:, : self.length], softmax)
 
     def settled(self) -> list[Settled]:
         """Return the tokens, which do not change."""

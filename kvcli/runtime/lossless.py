@@ -7,13 +7,13 @@ that the sequence's sampler draws: not only the distribution but the text of the
 
 Both have read the prompt, each into a cache of its own. A method cannot go back, so a copy of it continues from each
 draft, and the copy that has seen only accepted tokens stays (`Method.branch`; copies share the KV that only grows).
-Full attention just forgets its newest tokens. Where it drafts itself, there is one cache (`kvcli.runtime.guided`).
+Full attention just forgets its newest tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +25,16 @@ from kvcli.methods.contract import AnyMethod
 from kvcli.models.rope import Rope
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import BlockingStepper, Stepper
-from kvcli.runtime.guided import Checking, Chosen, Drafting
-from kvcli.runtime.recurrent import BatchStates
 from kvcli.runtime.sampling import Sampler
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.runtime.windowed import extend, run_tokens
+from kvcli.runtime.windowed import extend
 from kvcli.telemetry.report import DraftCounts
 
 LIKELY = 0.4
-"""Drafts whose chance to be accepted is below this cost more than they save: a draft takes about a third of a check."""
+"""Drafts whose chance to be accepted is below this cost a CPU more than they save.
+
+A draft takes about a third of a check, and each row of a check about a tenth.
+"""
 REMEMBERED = 16
 """Drafts on which an estimate of that chance rests, about."""
 
@@ -43,7 +44,7 @@ class _Round:
     """The drafts after the newest token of a sequence, and the logits of full attention for them.
 
     Row i of `logits` [n + 1, vocab] follows the newest token and i of the n drafts. `methods[i]` has seen the
-    newest token and i drafts; no method has seen the last draft. There are none if full attention drafts itself.
+    newest token and i drafts; no method has seen the last draft.
     """
 
     drafts: list[int]
@@ -88,67 +89,38 @@ class _Chance:
 
 
 class Verifier:
-    """Full attention over a sequence: reads several tokens in one pass, and forgets rejected ones.
+    """Full attention over a sequence: reads several tokens in one pass, and forgets rejected ones."""
 
-    If it `guides` drafts, it makes them itself, at most `drafts` between two passes (`kvcli.runtime.guided`).
-    """
-
-    def __init__(self, hook: Hook, method: AnyMethod, guides: bool = False, drafts: int = 0):
+    def __init__(self, hook: Hook, method: AnyMethod):
         self.hook, self.method = hook, method
         self.windows = [cache for cache in method.plain.values() if isinstance(cache, SlidingCache)]
-        self.chosen = {layer: Chosen(cache, drafts + 1) for layer, cache in method.retrieval.items() if guides}
-        self.checking = Checking(method, hook.geometry, self.chosen) if guides else None
         self._tokens: list[int] = []
-        self._length = 0
         self._windows_before: list[Tensor] = []
         self._states_before: list[dict[str, Tensor]] = []
-
-    def remember(self) -> None:
-        """Remember what cannot drop tokens: windows and states."""
-        self._length = self.method.caches[0].length
-        self._windows_before = [window.kv.clone() for window in self.windows]
-        self._states_before = [{name: part.clone() for name, part in state.items()} for state in self._states]
-
-    def go_back(self) -> None:
-        """Reset windows and states to what was remembered."""
-        for window, kv in zip(self.windows, self._windows_before, strict=True):
-            window.rewind(self._length)
-            window.kv.copy_(kv)
-        for state, before in zip(self._states, self._states_before, strict=True):
-            for name, part in before.items():
-                state[name].copy_(part)
-
-    def draft(self, newest: int, wanted: int, sampler: Callable[[Tensor], int]) -> list[int]:
-        """Draft up to `wanted` tokens after the newest one; there are none before the first pass has guided any."""
-        self.remember()
-        ready = all(chosen.used for chosen in self.chosen.values())
-        drafts, handler = list[int](), Drafting(self.method, self.chosen)
-        states = BatchStates(self.hook.geometry.states, [self.method.states])
-        for at in range(wanted if ready else 0):
-            logits = run_tokens(self.hook, handler, [drafts[-1] if drafts else newest], self._length + at, 1, states)
-            drafts.append(sampler(logits[0]))
-        self.go_back()
-        return drafts
 
     def read(self, tokens: list[int]) -> Tensor:
         """Read tokens -> logits [n, vocab] of the token after each."""
         self._tokens = tokens
-        self.remember()
-        return extend(self.hook, tokens, self.method, len(tokens), self.checking)
+        self._windows_before = [window.kv.clone() for window in self.windows]
+        self._states_before = [{name: part.clone() for name, part in state.items()} for state in self._states]
+        return extend(self.hook, tokens, self.method, keep=len(tokens))
 
     def keep(self, count: int) -> None:
         """Keep the first `count` of the tokens read last.
 
         Windows and states cannot drop tokens: they are reset, and the kept tokens are read again.
         """
-        for chosen in self.chosen.values():
-            chosen.keep(count)
         if count == len(self._tokens):
             return
         again = bool(self.windows or self._states)
+        length = self.method.caches[0].length - len(self._tokens)
         for cache in self.method.caches:
-            cache.rewind(self._length if again else self._length + count)
-        self.go_back()
+            cache.rewind(length if again else length + count)
+        for window, kv in zip(self.windows, self._windows_before, strict=True):
+            window.kv.copy_(kv)
+        for state, before in zip(self._states, self._states_before, strict=True):
+            for name, part in before.items():
+                state[name].copy_(part)
         if again:
             extend(self.hook, self._tokens[:count], self.method)
 
@@ -160,19 +132,20 @@ class Verifier:
 class LosslessStepper(Stepper):
     """Steps that return logits of full attention, from one pass for as many tokens as drafts were right.
 
-    A sequence brings full attention that has read its prompt, `RunningSequence.reference`; without one, its method is
-    full attention, and drafts itself. At most `drafts` tokens are drafted, and fewer while many are wrong.
+    Every sequence brings full attention that has read its prompt, `RunningSequence.reference`. At most `drafts` tokens
+    are drafted; on a CPU, where each costs time to check, fewer while many are wrong.
     """
 
     def __init__(self, hook: Hook, rope: Rope, sequences: Sequence[RunningSequence], drafts: int):
-        self.rope, self.drafting = rope, BlockingStepper(hook, rope)
+        self.drafts, self.drafting = drafts, BlockingStepper(hook, rope)
+        self.adapts = hook.model.device.type == "cpu"
         self.verifiers: dict[int, Verifier] = {}
         self.rounds: dict[int, tuple[RunningSequence, _Round]] = {}
         self.chances = {sequence.index: _Chance(drafts) for sequence in sequences}
         for sequence in sequences:
-            method = sequence.reference or sequence.method
-            method.context.counters = sequence.counters
-            self.verifiers[sequence.index] = Verifier(hook, method, sequence.reference is None, drafts)
+            assert sequence.reference is not None
+            sequence.reference.context.counters = sequence.counters
+            self.verifiers[sequence.index] = Verifier(hook, sequence.reference)
 
     @override
     @torch.inference_mode()
@@ -193,24 +166,11 @@ class LosslessStepper(Stepper):
 
     def _begin(self, sequence: RunningSequence) -> _Round:
         """Draft after the newest token, and check the drafts."""
-        verifier = self.verifiers[sequence.index]
-        left = sequence.max_tokens - len(sequence.token_ids) - 1
-        wanted = min(self.chances[sequence.index].drafts, left)
+        most = self.chances[sequence.index].drafts if self.adapts else self.drafts
+        wanted = min(most, sequence.max_tokens - len(sequence.token_ids) - 1)
+        methods, drafts = [sequence.method], list[int]()
         assert isinstance(sequence.sampler, Sampler)
-        sampler, newest, methods = sequence.sampler.ahead(), sequence.token_ids[-1], list[AnyMethod]()
-        if sequence.reference is None:
-            self.rope.use([sequence.method.context.capacity])
-            drafts = verifier.draft(newest, wanted, sampler)
-        else:
-            drafts = self._drafts_of_method(sequence, wanted, sampler, methods)
-        return _Round(drafts, methods, verifier.read([newest, *drafts]))
-
-    def _drafts_of_method(
-        self, sequence: RunningSequence, wanted: int, sampler: Sampler, methods: list[AnyMethod]
-    ) -> list[int]:
-        """Draft by the sequence's method; add the copies of it that have seen the drafts to `methods`."""
-        methods.append(sequence.method)
-        drafts = list[int]()
+        sampler = sequence.sampler.ahead()
         unseen = sequence.token_ids[sequence.method.caches[0].length - sequence.prompt_tokens :]
         while len(drafts) < wanted:
             if drafts:
@@ -218,14 +178,14 @@ class LosslessStepper(Stepper):
             for token in drafts[-1:] or unseen:
                 logits = self.drafting.run([methods[-1]], [token], [methods[-1].caches[0].length])[0]
             drafts.append(sampler(logits))
-        return drafts
+        checked = self.verifiers[sequence.index].read([sequence.token_ids[-1], *drafts])
+        return _Round(drafts, methods, checked)
 
     def _settle(self, sequence: RunningSequence, ended: _Round) -> None:
         """Let the sequence continue with the method that has seen only accepted tokens, and count."""
-        if ended.methods:
-            sequence.method = ended.methods[min(ended.given, len(ended.methods)) - 1]
-        accepted = ended.given - 1
-        if ended.drafts:
-            self.chances[sequence.index].note(accepted, len(ended.drafts))
+        sequence.method = ended.methods[min(ended.given, len(ended.methods)) - 1]
+        self.chances[sequence.index].note(ended.given - 1, len(ended.drafts))
         counts = sequence.drafts or DraftCounts()
-        sequence.drafts = DraftCounts(counts.passes + 1, counts.drafted + len(ended.drafts), counts.accepted + accepted)
+        sequence.drafts = DraftCounts(
+            counts.passes + 1, counts.drafted + len(ended.drafts), counts.accepted + ended.given - 1
+        )

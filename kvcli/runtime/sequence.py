@@ -102,8 +102,9 @@ class RunningSequence:
         If drafts are checked, the method is a copy of the first one, which is gone: what it shared is now its own.
         """
         held = self.method.footprint()
-        if self.drafts is None or self.reference is None:
+        if self.drafts is None:
             return held
+        assert self.reference is not None
         shared = self.kv.shared_bytes
         return Footprint(held.device, held.host + held.shared - shared, shared) + self.reference.footprint()
 

@@ -4,8 +4,6 @@ Layer-major prefill (kvcli/runtime/prefill.py) is exact and costs O(s^2) attenti
 window attends to, so that a prompt costs O(s), and only the method's own store is ever as long as the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,7 +37,7 @@ def windowed_prefill(
     """
     preview = list(method.preview)[-min(window, len(ids) - 1) :] if len(ids) > 1 and start == 0 else []
     if preview:
-        run_tokens(hook, PreviewAttention(method, layers), [ids[0], *preview], 0)
+        _run(hook, PreviewAttention(method, layers), [ids[0], *preview], 0)
     attention = WindowAttention(method, hook.geometry, advance)
     for at in range(start, len(ids), window):
         logits = _read(hook, attention, ids[at : at + window], at)
@@ -48,20 +46,17 @@ def windowed_prefill(
 
 
 @torch.inference_mode()
-def extend(
-    hook: Hook, ids: Sequence[int], method: AnyMethod, keep: int = 1, attention: WindowAttention | None = None
-) -> Tensor:
+def extend(hook: Hook, ids: Sequence[int], method: AnyMethod, keep: int = 1) -> Tensor:
     """Read n >= 1 more tokens as one window into a method -> logits of the last `keep` of them [keep, vocab].
 
-    The method attends by the handler `attention`, if there is one.
     For methods that attend by windows: full attention, and those with a `prefill_window` of at least n. Where layers
     read the KV of others, which by then may have dropped what a window's first tokens attend to, tokens go one by one.
     """
     if hook.geometry.shares:
         states, handler = BatchStates(hook.geometry.states, [method.states]), BlockingPipeline([method])
-        rows = [run_tokens(hook, handler, [token], method.caches[0].length, 1, states) for token in ids]
+        rows = [_run(hook, handler, [token], method.caches[0].length, 1, states) for token in ids]
         return torch.cat(rows)[-keep:]
-    attention = attention or WindowAttention(method, hook.geometry, lambda _: None)
+    attention = WindowAttention(method, hook.geometry, lambda _: None)
     return _read(hook, attention, ids, method.caches[0].length, keep)
 
 
@@ -99,13 +94,13 @@ def _read(hook: Hook, attention: WindowAttention, ids: Sequence[int], start: int
     """
     method = attention.method
     states = BatchStates(hook.geometry.states, [method.states])
-    logits = run_tokens(hook, attention, ids, start, len(ids) if method.wants_logits else keep, states)
+    logits = _run(hook, attention, ids, start, len(ids) if method.wants_logits else keep, states)
     if method.wants_logits:
         method.take_logits(start, ids, logits)
     return logits[-keep:]
 
 
-def run_tokens(
+def _run(
     hook: Hook, handler: Handler, ids: Sequence[int], start: int, keep: int = 1, states: States | None = None
 ) -> Tensor:
     """Run one sequence's tokens from position `start` on -> logits of the last `keep` of them [keep, vocab]."""

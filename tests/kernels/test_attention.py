@@ -10,9 +10,10 @@ from torch.nn.attention import SDPBackend
 from kvcli.kernels import _triton
 from kvcli.kernels import block_attention as block
 from kvcli.kernels import block_attention as tile_attention
+from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
 from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
-from kvcli.kernels.prefill_attention import prefill_attention, prefill_attention_ref, watched_attention
+from kvcli.kernels.prefill_attention import prefill_attention, prefill_attention_ref
 from kvcli.kernels.softmax import Softmax
 
 VARIANTS = {
@@ -89,6 +90,20 @@ def test_prefill(m, n, window, variant):
     expected = explicit(q, k, v, softmax, mask)
     for attend in (prefill_attention, prefill_attention_ref):
         assert relative_rms(attend(q, k, v, softmax, window), expected) < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_a_few_newest_tokens_read_earlier_ones_by_the_loops(m, variant, monkeypatch):
+    """Three rows of two heads are filled up to eight."""
+    ran = []
+    monkeypatch.setattr(
+        prefill, "block_attention", lambda *args, **kinds: ran.append(args) or block_attention(*args, **kinds)
+    )
+    q, k, v, softmax = inputs(4, 2, m, 3000, 16, variant=variant)
+    found = prefill_attention(q, k, v, softmax)
+    assert relative_rms(found, prefill_attention_ref(q.double(), k.double(), v.double(), softmax)) < 1e-5
+    assert all(args[1].shape[1] == m for args in ran), "only the square on the diagonal"
 
 
 def test_rows_at_once_change_nothing(monkeypatch):
@@ -225,22 +240,3 @@ def test_fused_operators_by_their_own_rules(causal):
         out, lse = block._fused(q, k, k, 0.1, causal, with_cudnn=True)
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(
-    ("m", "n", "dtype"), [(1, 1, "float32"), (3, 3000, "float32"), (8, 70, "float32"), (3, 90, "float64")]
-)
-def test_watched_attention_adds_up_what_earlier_tokens_received(m, n, dtype, softcap):
-    """Loops and torch, by each KV head; three rows of two heads are padded to eight."""
-    kind, softmax = getattr(torch, dtype), Softmax(0.3, softcap)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(heads, rows, 16, generator=generator, dtype=kind) for heads, rows in ((4, m), (2, n), (2, n))
-    )
-    out, mass = watched_attention(q, k, v, softmax)
-    assert relative_rms(out, prefill_attention_ref(q.double(), k.double(), v.double(), softmax)) < 1e-5
-    scores = softmax.scores(q.double() @ k.double().repeat_interleave(2, 0).mT)
-    seen = torch.ones(m, n, dtype=torch.bool).tril(n - m)
-    given = scores.masked_fill(~seen, float("-inf")).softmax(-1)[..., : n - m]
-    torch.testing.assert_close(mass.double(), given.view(2, 2, m, n - m).sum((1, 2)), atol=1e-6, rtol=1e-4)

@@ -5,7 +5,6 @@ import json
 import pytest
 
 import kvcli
-import kvcli.runtime.guided
 from kvcli.conformance.models import FAMILIES, HYBRIDS, KINDS, WINDOW, tiny_model
 from kvcli.conformance.runs import SPARE, in_memory, run
 from kvcli.conformance.test_method import AMPLE, SMALL, prompt, settings
@@ -78,38 +77,6 @@ def test_every_kind_of_cache_goes_back_as_it_was(kind):
     (found,) = lossless(model, "streaming", {"sink": 4, "budget": 8}, lengths=LENGTHS[:1])
     assert found.token_ids == exact(model, lengths=LENGTHS[:1])[0]
     assert found.drafts.accepted < found.drafts.drafted or kind not in FORGETFUL
-
-
-def guided(model, sampling=None, drafts=DRAFTS, lengths=LENGTHS):
-    """Let full attention draft itself: no sequence has a reference."""
-    sampling = sampling or Sampling(max_tokens=STEPS, ignore_eos=True)
-    sequences = []
-    with engine(in_memory(model), [length + STEPS + SPARE for length in lengths]) as ready:
-        for index, length in enumerate(lengths):
-            ids, method = prompt(index, length), method_of(ready, "full", {}, length)
-            logits = ready.prefill(ids, [method], chunk=WINDOW + 6)
-            sequence = ready.sequence(method, sampling, index=index, ids=ids)
-            sequence.accept(logits[0])
-            sequences.append(sequence)
-        for _ in ready.decode(sequences, lossless=drafts):
-            pass
-    return sequences
-
-
-@pytest.mark.parametrize("kind", ["llama", *FORGETFUL])
-@pytest.mark.parametrize("sampling", [None, Sampling(max_tokens=STEPS, ignore_eos=True, temperature=1.0, seed=3)])
-@pytest.mark.parametrize("few", [16, 512], ids=["some tokens", "all tokens"])
-def test_full_attention_drafts_its_own_text(kind, sampling, few, monkeypatch):
-    """Drafts read what the last check attended to, and are right where that is everything."""
-    monkeypatch.setattr(kvcli.runtime.guided, "TOKENS", few)
-    monkeypatch.setattr(kvcli.runtime.guided, "NEWEST", few // 4)
-    model = tiny_model(kind)
-    found = guided(model, sampling)
-    assert [each.token_ids for each in found] == exact(model, sampling)
-    for each in found:
-        assert each.drafts.accepted + each.drafts.passes == STEPS - 1
-        assert each.drafts.accepted == each.drafts.drafted > 0 or few == 16
-        assert each.footprint() == each.method.footprint()
 
 
 def test_fewer_are_drafted_while_many_are_wrong():

@@ -42,7 +42,6 @@ from kvcli.models.geometry import LayerGeometry, ModelGeometry, geometry_of
 from kvcli.models.loading import Checkpoint, Model
 from kvcli.models.weights import WeightForm, settle
 from kvcli.runtime.engine import Engine, engine
-from kvcli.runtime.guided import drafts_itself
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.report import environment
@@ -243,7 +242,7 @@ def rehearse(
         return
     with suppress(Exception):  # the run does not need this, and says itself what is wrong
         drafts = [lossless] if lossless is None else _drafts_of(lossless)
-        checked = lossless is not None and not drafts_itself(profile.method, geometry, checkpoint.device.type)
+        checked = lossless is not None
         with on_noise(profile, *made, len(drafts), form, notice, checked) as (ready, sequences, _):
             ready.prefill_into([1] * PROMPT, _NoConsumer())
             for sequence, count in zip(sequences, drafts, strict=True):
