@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kvcli.kernels import decode_attention as decode
 from kvcli.kernels import gemv
+from kvcli.kernels._numba import serves
 from kvcli.kernels.block_attention import (
     add_sinks,
     attention_scores,
@@ -71,10 +72,29 @@ def prefill_attention(
             first = max(0, last - (stop - start) - window + 1)
             parts.append(_sliding_block(q[:, start:stop], k[:, first:last], v[:, first:last], softmax, window))
         return torch.cat(parts, 1)
-    out, lse = _diagonal(q, k[:, n - m :], v[:, n - m :], softmax)
+    blocks = [_diagonal(q, k[:, n - m :], v[:, n - m :], softmax)]
     if n > m:
-        out, lse = merge_blocks((out, lse), block_attention(_fold(q, k), k[:, : n - m], v[:, : n - m], softmax))
-    return _finish(q, out, lse, softmax)
+        far = _fold(q, k), k[:, : n - m], v[:, : n - m]
+        found = _few(*far, softmax)
+        blocks.append(block_attention(*far, softmax) if found is None else found)
+    return _finish(q, *merge_blocks(*blocks), softmax)
+
+
+FEW = 32
+"""Queries of a KV head up to which the loops of decode attention read keys faster than matrix products."""
+
+
+def _few(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor] | None:
+    """Attend with few queries q [Hk, r, d] to keys that all of them see; None if no loop serves.
+
+    Rows of zeros fill up a power of two, so that few loops are compiled.
+    """
+    few = q.shape[1]
+    rows = 1 << (few - 1).bit_length()
+    if rows > FEW or not serves(q, k, v):
+        return None
+    out, lse, *_ = decode.attend([TokenSet(functional.pad(q, (0, 0, 0, rows - few)), k, v)], softmax)
+    return out[:, :few], lse[:, :few]
 
 
 def _diagonal(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:

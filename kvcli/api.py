@@ -21,7 +21,7 @@ from typing import Any, overload
 from kvcli.capacity.memory import available
 from kvcli.capacity.need import weights_by_pool
 from kvcli.capacity.planning.estimate import Machine, PlannedRun
-from kvcli.capacity.planning.plan import CapacityPlan, plan
+from kvcli.capacity.planning.plan import CapacityPlan, choice, plan
 from kvcli.capacity.roofline import measure_rates
 from kvcli.chat import Dialogue
 from kvcli.errors import KvcliError, usage_error
@@ -164,6 +164,8 @@ class LanguageModel:
     ) -> CapacityPlan:
         """Plan the memory of a run over prompts of `context` tokens, and whether it fits, before it is run.
 
+        Without a method, it is the one that `generate` would choose.
+
         With `times` a few layers are tried on this machine to time a step and the prefill, which takes seconds.
 
         Raises:
@@ -178,6 +180,8 @@ class LanguageModel:
                 free[pool] += size
         rates = measure_rates(device, planned.dtype) if times else None
         machine = Machine(device, free, rates, times, self.checkpoint.placement)
+        if chosen.unnamed:
+            chosen = choice(planned, machine, context, batch_size, max_tokens)
         (found,) = plan(planned, machine, [(chosen.name, chosen)], [context], [batch_size], max_tokens)
         return found
 

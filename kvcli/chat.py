@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kvcli.capacity import memory, pipelines, unnamed
 from kvcli.errors import ExitCode, KvcliError, usage_error
 from kvcli.inputs.encoding import EncodedPrompt, encode, encode_question, plain_text_notice, refuse_unembedded
 from kvcli.inputs.options import KVOptions, Template
-from kvcli.inputs.profiles import Profile, profile_notices, reference_profile
+from kvcli.inputs.profiles import Profile, profile_notices
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.tiers import Footprint
 from kvcli.models.loading import Checkpoint, Model
@@ -20,7 +21,6 @@ from kvcli.runtime.run_report import run_report
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.sizes import format_bytes
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 
@@ -213,13 +213,14 @@ class Dialogue:
         checkpoint, sampling, profile = self.checkpoint, self.sampling, self.profile
         notices = []
         if profile.unnamed:
-            full = reference_profile()
-            profile, why = unnamed.choose(
-                *(profile, checkpoint, [tokens + sampling.max_tokens], 1), lambda: self._check(full, tokens)
-            )
-            notices += [why] if self._chosen is None or profile.method != self._chosen.method else []
+            costs = checkpoint.geometry, checkpoint.dtype, checkpoint.place, [tokens + sampling.max_tokens]
+            profile = unnamed.choose(profile, *costs, partial(self._lack, tokens))
+            assert profile.chosen is not None
+            notices += [profile.chosen] if self._chosen is None or profile.method != self._chosen.method else []
             self._chosen = profile
-        self._check(profile, tokens)
+        if (lacking := self._lack(tokens, profile)) is not None:
+            way_out = "use a smaller --budget, --dtype or --max-tokens, or a shorter document"
+            raise KvcliError(lacking, way_out, ExitCode.WILL_NOT_FIT)
         notices += profile_notices(profile, checkpoint, tokens)
         beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
         if beyond is not None and not self._warned and not memory.reads_by_windows(profile, checkpoint):
@@ -231,11 +232,10 @@ class Dialogue:
                 self.observer.notice(notice)
         return profile
 
-    def _check(self, profile: Profile, tokens: int) -> None:
-        """Refuse a turn that will not fit, including what is kept of the conversation.
+    def _lack(self, tokens: int, profile: Profile) -> str | None:
+        """Say of which memory a turn, with what is kept of the conversation, needs more than is free; None if it fits.
 
-        Raises:
-            KvcliError: exit code 3.
+        The weights are read already.
         """
         checkpoint, sampling = self.checkpoint, self.sampling
         need = memory.need(
@@ -244,13 +244,5 @@ class Dialogue:
         )
         token = sum(2 * each.num_kv_heads * each.head_dim for each in checkpoint.geometry.layers)
         kept = Footprint(host=token * tokens * checkpoint.dtype.itemsize)
-        wanted = replace(need, weights=0, kv=need.kv + kept).on(checkpoint.place)
-        free = memory.available(checkpoint.place)
-        if not memory.fits(wanted, free):
-            pool = next(name for name, size in wanted.items() if size > free[name])
-            raise KvcliError(
-                f"a conversation of {tokens:,} tokens needs {format_bytes(wanted[pool])} of {pool} memory in "
-                f"addition to the weights, but {format_bytes(free[pool])} are free",
-                "use a smaller --budget, --dtype or --max-tokens, or a shorter document",
-                ExitCode.WILL_NOT_FIT,
-            )
+        wanted, free = replace(need, weights=0, kv=need.kv + kept), memory.available(checkpoint.place)
+        return memory.shortage(f"a conversation of {tokens:,} tokens", wanted, checkpoint.place, free)

@@ -100,10 +100,10 @@ def settle_method(
     observer: Observer,
     loaded: bool = False,
 ) -> GenerationRequest:
-    """Choose between full attention and retrieval if nobody named a method, and say so.
+    """Choose by what fits if nobody named a method, and say so; drafts that gain nothing are named.
 
-    Retrieval stays where something is asked of it: a disk, drafts to check, an audit. Drafts that gain nothing are
-    named. A model that selects by itself does so in any case.
+    Retrieval stays where something is asked of it: a disk, drafts to check, an audit. A model that selects by itself
+    does so in any case.
 
     Raises:
         KvcliError: drafts or an audit are asked of a model that selects by itself (usage).
@@ -115,8 +115,9 @@ def settle_method(
             what = f"{other} compares with full attention, but this model's layers select by themselves"
             raise usage_error(what, "leave it out: native is exact")
     asked_of_it = request.disk or request.lossless or request.audit
-    lengths = capacities(request, [prompt for prompt in prompts if prompt.error is None])
-    costs = request.profile, checkpoint, lengths, request.sampling.num_samples
+    samples = request.sampling.num_samples
+    lengths = samples * capacities(request, [prompt for prompt in prompts if prompt.error is None])
+    costs = request.profile, checkpoint.geometry, checkpoint.dtype, checkpoint.place, lengths
     if request.lossless and lengths and checkpoint.device.type == "cpu" and unnamed.is_cheap(*costs):
         observer.notice(
             f"--lossless saves no time here, because reading all of {max(lengths):,} tokens is cheap; --method full "
@@ -124,12 +125,21 @@ def settle_method(
         )
     if not request.profile.unnamed or (asked_of_it and not selects) or not lengths:
         return request
-    everything = replace(request, profile=reference_profile())
-    chosen, why = unnamed.choose(
-        *costs,
-        lambda: _check_memory(everything, checkpoint, prompts, loaded),
-    )
-    observer.notice(why)
+    free = memory.available(checkpoint.place)
+
+    def lack(profile: Profile) -> str | None:
+        sizes, beside = _memory_of(replace(request, profile=profile), checkpoint, prompts)
+        wanted = memory.need(
+            *(profile, checkpoint.geometry, checkpoint.dtype, sizes, request.sampling.max_tokens, samples),
+            device=checkpoint.place,
+            **beside,
+        )
+        run = memory.contexts(len(lengths), max(sizes).tokens)
+        return memory.shortage(run, replace(wanted, weights=0) if loaded else wanted, checkpoint.place, free)
+
+    chosen = unnamed.choose(*costs, lack)
+    assert chosen.chosen is not None
+    observer.notice(chosen.chosen)
     return replace(request, profile=chosen)
 
 
@@ -146,7 +156,8 @@ def check(
     Raises:
         KvcliError: the run will not fit (exit code 3); the weights count unless they are `loaded` already.
     """
-    _check_memory(request, checkpoint, prompts, loaded, disk)
+    sizes, beside = _memory_of(request, checkpoint, prompts)
+    memory.check(request.profile, checkpoint, sizes, request.sampling, loaded=loaded, disk=disk, **beside)
     shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
     asked = any(prompt.prompt is not None and prompt.prompt.is_asked for prompt in prompts)
     plain = plain_text_notice(checkpoint, request.template) if asked else None
@@ -168,26 +179,21 @@ def check(
         observer.notice(f"{beyond}: the text may be poor")
 
 
-def _check_memory(
-    request: GenerationRequest,
-    checkpoint: Checkpoint,
-    prompts: Sequence[EncodedPrompt],
-    loaded: bool,
-    disk: DiskTier | None = None,
-) -> None:
+def _memory_of(
+    request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt]
+) -> tuple[list[memory.PromptSize], dict[str, Any]]:
+    """Return the sizes of the prompts, and what else `kvcli.capacity.memory.need` counts."""
     sizes, together = [], 0
     for group in by_document([prompt for prompt in prompts if prompt.error is None]):
         common, lengths = in_common(group), [len(prompt.ids) for prompt in group]
         sizes += [memory.PromptSize(length, common if place else 0) for place, length in enumerate(lengths)]
         together = max(together, sum(lengths) - common * (len(group) - 1))
-    memory.check(
-        *(request.profile, checkpoint, sizes, request.sampling, request.beside(checkpoint.device.type)),
-        loaded=loaded,
-        together=together,
-        layers_beside=2 * ((request.kv.save or request.kv.cache) is not None)
-        + 2 * ((request.kv.use or request.kv.cache) is not None),
-        disk=disk,
-    )
+    saving, loading = ((kind or request.kv.cache) is not None for kind in (request.kv.save, request.kv.use))
+    return sizes, {
+        "beside": request.beside(checkpoint.device.type),
+        "together": together,
+        "layers_beside": 2 * saving + 2 * loading,
+    }
 
 
 def begin_to_pin(

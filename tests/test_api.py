@@ -85,6 +85,7 @@ def test_a_plan_needs_no_weights(path):
     assert planned.profile.settings.budget == 2048
     assert planned.need.kv.host > model.plan(1024, method="freekv").need.kv.host
     assert planned.times is None
+    assert (model.plan(1024).profile.method, model.plan(1024).profile.chosen is None) == ("full", False)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,8 @@ class _Run:
         """Load the model and run the jobs."""
         request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
         if request.profile.unnamed:
-            observer.notice(f"no --method: using {request.profile.method} for all rows")
+            method = request.profile.method
+            observer.notice(f"no --method: using {method} for all rows, an approximation; --method full is exact")
         shortest, penalty = min(job.tokens for job in jobs), request.sampling.repetition_penalty
         plain = plain_text_notice(checkpoint, request.template) if any(job.asked for job in jobs) else None
         own = profile_notices(request.profile, checkpoint, shortest)

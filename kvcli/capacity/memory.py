@@ -203,6 +203,24 @@ def _whole_layers(methods: Sequence[AnyMethod]) -> Footprint:
     return held
 
 
+def shortage(run: str, wanted: Need, place: Place, free: dict[str, int]) -> str | None:
+    """Say of which memory a `run` needs more than is `free`; None if it fits."""
+    pool = next((name for name, size in wanted.on(place).items() if size > free[name]), None)
+    if pool is None:
+        return None
+    weights = f"weights {format_bytes(wanted.weights)}, " if wanted.weights else ""
+    return (
+        f"{run} needs {format_bytes(wanted.on(place)[pool])} of {pool} memory ({weights}"
+        f"KV {format_bytes(wanted.kv.device + wanted.kv.host)}), but {format_bytes(free[pool])} are free"
+    )
+
+
+def contexts(number: int, longest: int) -> str:
+    """Name a run over a number of prompts."""
+    single = f"a context of {longest:,} tokens"
+    return single if number == 1 else f"a batch of {number:,} contexts of up to {longest:,} tokens"
+
+
 def check(
     profile: Profile,
     checkpoint: Checkpoint,
@@ -247,11 +265,11 @@ def check(
 
     device, longest = checkpoint.place, max(counted).tokens
     free, wanted = available(device), planned(longest)
-    if fits(wanted.on(device), free):
+    lacking = shortage(contexts(counted.total(), longest), wanted, device, free)
+    if lacking is None:
         if disk is not None:
             disk.check(wanted.kv.disk)
         return
-    pool = next(name for name, size in wanted.on(device).items() if size > free[name])
     fitting = longest_fitting(lambda n: planned(n).on(device), free, longest)
     if fitting:
         least = f"up to {fitting:,} tokens would fit"
@@ -264,12 +282,8 @@ def check(
         forms = smaller_forms(checkpoint.config, checkpoint.dtype, checkpoint.geometry, path, checkpoint.device)
         if options := that_fit(forms, lambda form: fits(planned(longest, form).on(device), free)):
             least += f"; it fits with {in_words(options)}"
-    number = counted.total()
-    run = f"a context of {longest:,}" if number == 1 else f"a batch of {number:,} contexts of up to {longest:,}"
     raise KvcliError(
-        f"{run} tokens needs {format_bytes(wanted.on(device)[pool])} of {pool} memory (weights "
-        f"{format_bytes(wanted.weights)}, KV {format_bytes(wanted.kv.device + wanted.kv.host)}), "
-        f"but {format_bytes(free[pool])} are free",
+        lacking,
         f"{least}; or {way_out}" + (", or leave out --audit or --lossless" if beside else ""),
         ExitCode.WILL_NOT_FIT,
     )

@@ -127,6 +127,7 @@ def plan(
     from kvcli.capacity.planning import tables
     from kvcli.capacity.planning.advice import advise as search
     from kvcli.capacity.planning.advice import command as command_of
+    from kvcli.capacity.planning.plan import choice
     from kvcli.capacity.planning.plan import plan as plan_all
     from kvcli.inputs.variants import scaled
     from kvcli.ui import console
@@ -166,14 +167,24 @@ def plan(
                 plans.append(each_plan)
                 observer.advance()
     commands = [{"command": command_of(model.model, entry)} if advise else {} for entry in plans]
+    choices = []
+    if unnamed and not advise and tier is None:
+        shapes = ((context, batch) for context in contexts for batch in batches)
+        choices = [(*shape, choice(subject, machine, *shape, run.max_tokens)) for shape in shapes]
     if output.as_json:
         found = [entry.as_dict() | line for entry, line in zip(plans, commands, strict=True)]
-        text = json.dumps(_as_dict(model.model, subject, machine, found)) + "\n"
+        body = _as_dict(model.model, subject, machine, found)
+        body["choices"] = [
+            {"context": context, "batch_size": batch, "profile": profile.as_dict()}
+            for context, batch, profile in choices
+        ]
+        text = json.dumps(body) + "\n"
     else:
         of_what = f"{model.model or 'demo model'}, {str(subject.dtype).removeprefix('torch.')}"
         title = f"{of_what}, {run.max_tokens:,} tokens of output"
         notes = tables.notes(plans, machine.rates, machine.here)
         notes += [(entry.label, line["command"]) for entry, line in zip(plans, commands, strict=True) if line]
+        notes += [(f"{context:,}, batch {batch}", profile.chosen or "") for context, batch, profile in choices]
         if advise and not any(entry.fits for entry in plans):
             notes.append(("advice", "nothing fits; these settings come closest"))
         if gpu is not None:

@@ -573,8 +573,8 @@ class Stepping:
     lossless: int | None = METHOD(
         None,
         *("--lossless", "N"),
-        "Write the text of full attention: the method drafts N tokens, and full attention, with its KV in host memory,"
-        " checks them.",
+        "Write the text of full attention: the method drafts up to N tokens; full attention, with its KV in host"
+        " memory, checks them.",
         at_least(1, whole),
     )
     """Let full attention check this many drafted tokens in one pass, see `kvcli.runtime.lossless`."""

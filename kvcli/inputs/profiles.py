@@ -33,8 +33,9 @@ class Profile:
     """A method and all of its settings; `paper` names the source of the values.
 
     `provenance` records the model, the text and the curve of values that `kvcli calibrate` found. A profile that nobody
-    named is `unnamed`: a generation may take full attention instead (`kvcli.capacity.unnamed`). What it `scales` of
-    sink and window is made smaller where the budget leaves no room for anything else, and `notice` says so.
+    named is `unnamed`: a generation chooses another (`kvcli.capacity.unnamed`), whose `chosen` says what and why. What
+    it `scales` of sink and window is made smaller where the budget leaves no room for anything else, and `notice` says
+    so.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Profile:
     settings: MethodConfig
     provenance: dict[str, Any] = field(default_factory=dict)
     unnamed: bool = field(default=False, compare=False)
+    chosen: str | None = field(default=None, compare=False)
     scales: Sequence[str] = field(default=(), compare=False)
     notice: str | None = field(default=None, compare=False)
 
@@ -79,6 +81,7 @@ class Profile:
             "settings": self.settings.model_dump(mode="json"),
             "hash": self.hash,
             **({"provenance": self.provenance} if self.provenance else {}),
+            **({"chosen": self.chosen} if self.chosen else {}),
         }
 
 

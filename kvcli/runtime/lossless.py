@@ -12,6 +12,7 @@ Full attention just forgets its newest tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,14 @@ from kvcli.runtime.sampling import Sampler
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.runtime.windowed import extend
 from kvcli.telemetry.report import DraftCounts
+
+LIKELY = 0.4
+"""Drafts whose chance to be accepted is below this cost a CPU more than they save.
+
+A draft takes about a third of a check, and each row of a check about a tenth.
+"""
+REMEMBERED = 16
+"""Drafts on which an estimate of that chance rests, about."""
 
 
 @dataclass
@@ -52,6 +61,31 @@ class _Round:
         """Return the next row of the logits."""
         self.given += 1
         return self.logits[self.given - 1]
+
+
+@dataclass
+class _Chance:
+    """How many drafts to make: at most `most`, and as many as are likely to be accepted, judged by the latest ones."""
+
+    most: int
+    right: float = REMEMBERED
+    tried: float = REMEMBERED
+
+    @property
+    def drafts(self) -> int:
+        """The number of drafts whose last one is accepted in `LIKELY` of all cases; a power of two less one.
+
+        A pass has a row more than drafts, and loops serve powers of two rows.
+        """
+        chance = self.right / self.tried
+        count = self.most if chance >= 1 else int(math.log(LIKELY) / math.log(max(chance, 0.01)))
+        return self.most if count >= self.most else (1 << (max(count, 1) + 1).bit_length() - 1) - 1
+
+    def note(self, accepted: int, drafted: int) -> None:
+        """Take in how a round ended: the drafts after the first wrong one say nothing."""
+        judged = min(accepted + 1, drafted)
+        fade = max(0.0, 1 - judged / REMEMBERED)
+        self.right, self.tried = fade * self.right + accepted, fade * self.tried + judged
 
 
 class Verifier:
@@ -98,13 +132,16 @@ class Verifier:
 class LosslessStepper(Stepper):
     """Steps that return logits of full attention, from one pass for as many tokens as drafts were right.
 
-    Every sequence brings full attention that has read its prompt, `RunningSequence.reference`.
+    Every sequence brings full attention that has read its prompt, `RunningSequence.reference`. At most `drafts` tokens
+    are drafted; on a CPU, where each costs time to check, fewer while many are wrong.
     """
 
     def __init__(self, hook: Hook, rope: Rope, sequences: Sequence[RunningSequence], drafts: int):
         self.drafts, self.drafting = drafts, BlockingStepper(hook, rope)
+        self.adapts = hook.model.device.type == "cpu"
         self.verifiers: dict[int, Verifier] = {}
         self.rounds: dict[int, tuple[RunningSequence, _Round]] = {}
+        self.chances = {sequence.index: _Chance(drafts) for sequence in sequences}
         for sequence in sequences:
             assert sequence.reference is not None
             sequence.reference.context.counters = sequence.counters
@@ -129,7 +166,8 @@ class LosslessStepper(Stepper):
 
     def _begin(self, sequence: RunningSequence) -> _Round:
         """Draft after the newest token, and check the drafts."""
-        wanted = min(self.drafts, sequence.max_tokens - len(sequence.token_ids) - 1)
+        most = self.chances[sequence.index].drafts if self.adapts else self.drafts
+        wanted = min(most, sequence.max_tokens - len(sequence.token_ids) - 1)
         methods, drafts = [sequence.method], list[int]()
         assert isinstance(sequence.sampler, Sampler)
         sampler = sequence.sampler.ahead()
@@ -146,6 +184,7 @@ class LosslessStepper(Stepper):
     def _settle(self, sequence: RunningSequence, ended: _Round) -> None:
         """Let the sequence continue with the method that has seen only accepted tokens, and count."""
         sequence.method = ended.methods[min(ended.given, len(ended.methods)) - 1]
+        self.chances[sequence.index].note(ended.given - 1, len(ended.drafts))
         counts = sequence.drafts or DraftCounts()
         sequence.drafts = DraftCounts(
             counts.passes + 1, counts.drafted + len(ended.drafts), counts.accepted + ended.given - 1

@@ -70,6 +70,16 @@ def test_another_machine_is_planned_for_by_what_is_told(warm):
     assert " none\n" in without
 
 
+def test_without_a_method_a_plan_says_what_generate_would_choose(warm):
+    arguments = ("plan", "-q", "-m", "llama-3.1-8b", "--host-memory", "64GiB", "--context", "32K,128K")
+    found = json.loads(warm(*arguments, "--gpu", "rtx-4090", "--json").stdout)["choices"]
+    assert [(each["context"], each["profile"]["method"]) for each in found] == [(32768, "full"), (131072, "retroinfer")]
+    assert found[1]["profile"]["settings"]["dense_layers"] > 0
+    assert found[1]["profile"]["chosen"] in warm(*arguments, "--gpu", "rtx-4090", COLUMNS="400").stdout
+    named = warm(*arguments, "--gpu", "rtx-4090", "--method", "full", "--json")
+    assert json.loads(named.stdout)["choices"] == []
+
+
 def test_what_does_not_fit_comes_with_the_forms_that_do(warm):
     arguments = ("plan", "-m", "llama-3.1-8b", "--method", "full", "--context", "8K")
     small = ("--device-memory", "12GiB", "--host-memory", "64GiB")

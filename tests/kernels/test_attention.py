@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 from kvcli.kernels import _triton
 from kvcli.kernels import block_attention as block
 from kvcli.kernels import block_attention as tile_attention
+from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels.block_attention import SCORES_AT_ONCE, block_attention, block_attention_ref, merge_blocks
 from kvcli.kernels.decode_attention import decode_attention, decode_attention_ref
 from kvcli.kernels.prefill_attention import prefill_attention, prefill_attention_ref
@@ -89,6 +90,20 @@ def test_prefill(m, n, window, variant):
     expected = explicit(q, k, v, softmax, mask)
     for attend in (prefill_attention, prefill_attention_ref):
         assert relative_rms(attend(q, k, v, softmax, window), expected) < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_a_few_newest_tokens_read_earlier_ones_by_the_loops(m, variant, monkeypatch):
+    """Three rows of two heads are filled up to eight."""
+    ran = []
+    monkeypatch.setattr(
+        prefill, "block_attention", lambda *args, **kinds: ran.append(args) or block_attention(*args, **kinds)
+    )
+    q, k, v, softmax = inputs(4, 2, m, 3000, 16, variant=variant)
+    found = prefill_attention(q, k, v, softmax)
+    assert relative_rms(found, prefill_attention_ref(q.double(), k.double(), v.double(), softmax)) < 1e-5
+    assert all(args[1].shape[1] == m for args in ran), "only the square on the diagonal"
 
 
 def test_rows_at_once_change_nothing(monkeypatch):

@@ -79,6 +79,18 @@ def test_every_kind_of_cache_goes_back_as_it_was(kind):
     assert found.drafts.accepted < found.drafts.drafted or kind not in FORGETFUL
 
 
+def test_fewer_are_drafted_while_many_are_wrong():
+    chance = steps._Chance(7)
+    assert chance.drafts == 7
+    for _ in range(20):
+        chance.note(0, chance.drafts)
+    assert chance.drafts == 1
+    for _ in range(60):
+        chance.note(chance.drafts, chance.drafts)
+    assert chance.drafts == 7
+    assert steps._Chance(5).drafts == 5
+
+
 @pytest.mark.parametrize("verifier", ["full", "offload"])
 def test_right_drafts_are_all_accepted(llama, verifier):
     for sequence in lossless(llama, "freekv", settings("freekv", AMPLE), drafts=4, verifier=verifier):

@@ -17,7 +17,7 @@ from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Tim
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.capacity.smaller import SmallerForm, smaller_forms, that_fit
 from kvcli.inputs.options import DiskOptions
-from kvcli.inputs.profiles import Profile
+from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kv.recurrent import state_marks
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.devices import Placement
@@ -161,6 +161,18 @@ def plan(
             forms = forms or [*smaller_forms(*model, machine.device)]
             found = replace(found, fits_with=_fits_with(forms, found, machine))
         yield found
+
+
+def choice(subject: PlannedRun, machine: Machine, context: int, batch: int, max_tokens: int) -> Profile:
+    """Return the profile that a generation takes on this machine if nobody names a method."""
+    place = machine.place
+
+    def lack(profile: Profile) -> str | None:
+        need = memory.need(profile, subject.geometry, subject.dtype, {context: batch}, max_tokens, 1, device=place)
+        return memory.shortage(memory.contexts(batch, context), need, place, machine.free)
+
+    lengths = [context + max_tokens] * batch
+    return unnamed.choose(resolve_profile(), subject.geometry, subject.dtype, place, lengths, lack)
 
 
 def _fits_with(forms: Sequence[SmallerForm], plan: CapacityPlan, machine: Machine) -> tuple[str, ...]:
