@@ -40,13 +40,14 @@ def choose(
         own = native(retrieval, geometry)
         return _chosen(own, f"using {own.method}, because this model's layers select by themselves")
     longest, full = max(capacities), reference_profile()
-    if is_cheap(retrieval, geometry, dtype, place, capacities):
-        why = f"reading all of {longest:,} tokens is cheap"
-    else:
-        faster = f"--method {retrieval.method} reads about {_budget(retrieval, longest):,}"
-        why = f"its KV fits into memory; a step reads all of {longest:,} tokens, {faster}"
     lacking = lack(full)
     if lacking is None or place.type == "cpu":
+        if is_cheap(retrieval, geometry, dtype, place, capacities):
+            why = f"reading all of {longest:,} tokens is cheap"
+        else:
+            fits = "its KV fits into memory" if lacking is None else "KV kept elsewhere saves no memory on a CPU"
+            faster = f"--method {retrieval.method} reads about {_budget(retrieval, longest):,}"
+            why = f"{fits}; a step reads all of {longest:,} tokens, {faster}"
         return _chosen(full, f"using full attention, because {why}")
     because = f"because with full attention {lacking}"
     layers = len(geometry.layers)

@@ -82,6 +82,7 @@ def test_where_no_approximation_fits_layers_are_brought_whole_or_nothing_is(chec
     none = chosen(checkpoint, 100, lack=lambda _: "lacks", place=CUDA)
     assert (none.method, "nothing fits" in none.chosen) == ("offload", True)
     assert chosen(checkpoint, 100, lack=lambda _: "lacks").method == "full"  # a CPU has one memory
+    assert "saves no memory on a CPU" in chosen(checkpoint, 100_000, lack=lambda _: "lacks").chosen
 
 
 @pytest.mark.parametrize(
