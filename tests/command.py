@@ -119,3 +119,22 @@ def assert_refused(result, code, *words):
     assert len(hints) == 1
     assert hints[0].startswith("hint: ")
     assert len(hints[0]) > len("hint: ")
+
+
+FAILING = """
+import errno, os, sys
+from kvcli.memory.disk_tier import UnbufferedFile
+from kvcli.cli import main
+
+read, left = UnbufferedFile.{method}, [int(os.environ["READS"])]
+
+def failing(*args):
+    left[0] -= 1
+    if left[0] < 0:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    read(*args)
+
+UnbufferedFile.{method} = failing
+sys.exit(main())
+"""
+"""A program that is `kvcli` on a disk that fails after READS reads by a `method`."""

@@ -6,30 +6,13 @@ import subprocess
 from functools import partial
 
 import pytest
-from command import RETRIEVE, assert_refused
+from command import FAILING, RETRIEVE, assert_refused
 from families import tiny_checkpoint
 
 from kvcli.errors import ExitCode
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
 CACHE = ["--host-memory", "40KiB"]
-
-FAILING = """
-import errno, os, sys
-from kvcli.memory.disk_tier import UnbufferedFile
-from kvcli.cli import main
-
-read, left = UnbufferedFile.read_scattered, [int(os.environ["READS"])]
-
-def failing(file, parts, offset):
-    left[0] -= 1
-    if left[0] < 0:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    read(file, parts, offset)
-
-UnbufferedFile.read_scattered = failing
-sys.exit(main())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +113,7 @@ def test_a_disk_that_is_full_is_one_line(generate, disk):
 @pytest.mark.parametrize("reads", [0, 40])
 def test_a_disk_that_fails_ends_the_text_where_it_is(generate, disk, tmp_path, reads):
     program = tmp_path / "failing.py"
-    program.write_text(FAILING)
+    program.write_text(FAILING.format(method="read_scattered"))
     arguments = [*RETRIEVE, "--max-tokens", 30, "--kv-disk", disk, *CACHE, "--json", "-q"]
     whole = json.loads(generate(*arguments).stdout)["sequences"][0]
     result = generate(*arguments, program=program, READS=str(reads))

@@ -4,30 +4,13 @@ import json
 from functools import partial
 
 import pytest
-from command import RETRIEVE, assert_refused
+from command import FAILING, RETRIEVE, assert_refused
 from families import tiny_checkpoint
 
 from kvcli.errors import ExitCode
 
 WORDS = "the quick brown fox jumps over the lazy dog and then the dog runs there while the other fox sleeps "
 DISK = ["--weights-on", "disk"]
-
-FAILING = """
-import errno, os, sys
-from kvcli.memory.disk_tier import UnbufferedFile
-from kvcli.cli import main
-
-read, left = UnbufferedFile.read_into, [int(os.environ["READS"])]
-
-def failing(file, memory, offset):
-    left[0] -= 1
-    if left[0] < 0:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    read(file, memory, offset)
-
-UnbufferedFile.read_into = failing
-sys.exit(main())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +72,7 @@ def test_rows_of_a_batch_pass_together(warm, model, tmp_path):
 @pytest.mark.parametrize("reads", [0, 30, 150])
 def test_a_read_that_fails_is_one_line(generate, tmp_path, reads):
     program = tmp_path / "failing.py"
-    program.write_text(FAILING)
+    program.write_text(FAILING.format(method="read_into"))
     result = generate(*DISK, program=program, READS=str(reads))
     assert result.returncode == ExitCode.RUNTIME
     assert "reading weights failed: Input/output error" in result.stderr
