@@ -3,7 +3,7 @@
     s_hgj = q_hg . k_hj              every key, for the query rows that share a KV head
 
 For so few rows, torch's own products read at a half to a third of that speed. Attention uses them by
-`decode_attention`, linear layers by `row_products`. If the heads of a token are adjacent, they are read together: a
+`decode_attention`, linear layers by `matrix_of`. If the heads of a token are adjacent, they are read together: a
 single head would read every few cache lines, and such strides map to the same sets of a cache.
 
 Shapes: q [Hk, G, d], k [Hk, n, d]; all fp32.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcli.kernels._llvm import AHEAD, FlatArrays, prefetch
 from kvcli.kernels._numba import compiled, flat, inlined, intrinsic, prange, run, serves
-from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_rows
+from kvcli.kernels.chain import Matrix, floats, loop_of_rows
 
 MOST_ROWS = 8
 """For more rows a matrix product, which keeps numbers in registers, is faster."""
@@ -228,13 +228,3 @@ def matrix_of(weight: Any, bias: Any = None) -> Matrix:
     """Describe a weight, an array without gaps, with an array as its bias, to `kvcli.kernels.chain`."""
     rows, columns = weight.shape
     return Matrix(lambda _: _multiplying(), weight, rows, columns, False, bias)
-
-
-def row_products(x: Tensor, weights: tuple[Any, ...]) -> Tensor:
-    """Multiply x by the weights of linear layers, arrays without gaps: y_mi = x_m . W_i, [m, all their out]."""
-    return Chain(["x"], [Products("x", "out", list(map(matrix_of, weights)))], ["out"])(x)[0]
-
-
-def gated_products(x: Tensor, gate: Any, up: Any) -> Tensor:
-    """Return silu(x . gate) * (x . up) for two arrays without gaps: [m, out]."""
-    return Chain(["x"], [Gate("x", "out", matrix_of(gate), matrix_of(up))], ["out"])(x)[0]

@@ -15,6 +15,7 @@ from kvcli.kernels import near_best as near_best_module
 from kvcli.kernels import topk as select_best
 from kvcli.kernels._llvm import exp
 from kvcli.kernels.block_attention import block_attention_ref
+from kvcli.kernels.chain import Chain, Gate, Products
 from kvcli.kernels.decode_attention import TokenSet, counted_attention, decode_attention, decode_attention_ref
 from kvcli.kernels.near_best import near_best
 from kvcli.kernels.norm_rope import Rotation, rms_norm_ref, rotate_ref, rotated
@@ -52,6 +53,14 @@ def nothing_is_too_small(monkeypatch):
 
 def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def row_products(x, weights):
+    return Chain(["x"], [Products("x", "out", list(map(gemv.matrix_of, weights)))], ["out"])(x)[0]
+
+
+def gated_products(x, gate, up):
+    return Chain(["x"], [Gate("x", "out", gemv.matrix_of(gate), gemv.matrix_of(up))], ["out"])(x)[0]
 
 
 def among_poison(x):
@@ -196,18 +205,18 @@ def test_keys_that_count_more_or_less_than_once(heads, group, d, n):
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 3), (130, 65)])
 def test_row_products_do_not_depend_on_the_other_rows(rows, n, d):
     x, weight = noise(rows, d), noise(n, d, seed=1)
-    found = gemv.row_products(x, (weight.numpy(),))
+    found = row_products(x, (weight.numpy(),))
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
-    assert all(torch.equal(gemv.row_products(x[[row]], (weight.numpy(),))[0], found[row]) for row in range(rows))
+    assert all(torch.equal(row_products(x[[row]], (weight.numpy(),))[0], found[row]) for row in range(rows))
 
 
 @pytest.mark.parametrize("rows", [1, 2, gemv.MOST_ROWS])
 @pytest.mark.parametrize(("sizes", "d"), [((1, 1, 1), 1), ((17, 3, 40), 33), ((130, 64), 65)])
 def test_layers_with_the_same_input_share_a_launch(rows, sizes, d):
     x, weights = noise(rows, d), [noise(n, d, seed=n) for n in sizes]
-    found = gemv.row_products(x, tuple(weight.numpy() for weight in weights))
+    found = row_products(x, tuple(weight.numpy() for weight in weights))
     torch.testing.assert_close(found.double(), x.double() @ torch.cat(weights).double().T, atol=1e-4, rtol=1e-5)
-    alone = [gemv.row_products(x, (weight.numpy(),)) for weight in weights]
+    alone = [row_products(x, (weight.numpy(),)) for weight in weights]
     assert torch.equal(found, torch.cat(alone, -1))
 
 
@@ -215,11 +224,11 @@ def test_layers_with_the_same_input_share_a_launch(rows, sizes, d):
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (17, 33), (130, 65)])
 def test_the_gate_of_an_mlp(rows, n, d):
     x, gate, up = 40 * noise(rows, d), noise(n, d, seed=1), noise(n, d, seed=2)  # far on both sides, too
-    found = gemv.gated_products(x, gate.numpy(), up.numpy())
+    found = gated_products(x, gate.numpy(), up.numpy())
     exact = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
     torch.testing.assert_close(found.double(), exact, atol=1e-2, rtol=1e-4)
     x[0, 0] = math.nan
-    assert gemv.gated_products(x, gate.numpy(), up.numpy())[0].isnan().all()
+    assert gated_products(x, gate.numpy(), up.numpy())[0].isnan().all()
 
 
 @pytest.mark.parametrize(("shape", "shift"), [((1, 1, 64), 0.0), ((2, 3, 5, 33), 1.0)])
@@ -515,7 +524,7 @@ def test_loops_are_not_for_parameters_other_dtypes_or_gaps():
 
 def test_a_process_that_is_forked_off_does_without():
     assert gemv.suits(noise(2, 4), noise(3, 4))
-    gemv.row_products(noise(2, 4), (noise(3, 4).numpy(),))  # threads are there now
+    row_products(noise(2, 4), (noise(3, 4).numpy(),))  # threads are there now
     if (child := os.fork()) == 0:
         os._exit(3 if gemv.suits(noise(2, 4), noise(3, 4)) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
