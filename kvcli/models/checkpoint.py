@@ -25,7 +25,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from safetensors import SafetensorError, safe_open
 from transformers.activations import ACT2FN
 
-from kvcli.errors import ExitCode, KvcliError, usage_error
+from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.place import WAY_OUT
 
 # The files of a checkpoint, validated before transformers sees them: config, index, generation settings, weights.
@@ -299,8 +299,6 @@ def explain(error: Exception, name: str, offline: bool) -> KvcliError:
         return KvcliError(
             f"{name} is not a directory, and the hub cannot be reached", "check the network, or " + WAY_OUT
         )
-    if caused_by(hub.EntryNotFoundError, FileNotFoundError) and ":" in name:
-        return usage_error(f"{name} is not on the hub", "the hub's page of a model lists its files")
     if caused_by(hub.EntryNotFoundError):
         return KvcliError(f"{name} is not a checkpoint: a file is missing on the hub ({text})", WAY_OUT, ExitCode.USAGE)
     if caused_by(SafetensorError):

@@ -777,7 +777,12 @@ def _header_from_hub(repository: str, name: str) -> Path:
     copy = Path(_headers().name) / repository / name
     copy.parent.mkdir(parents=True, exist_ok=True)
     hub = huggingface_hub.HfFileSystem(skip_instance_cache=True)
-    with hub.open(f"{repository}/{name}", block_size=_BLOCK) as original, copy.open("wb") as file:
+    try:
+        there = hub.open(f"{repository}/{name}", block_size=_BLOCK)
+    except FileNotFoundError as error:  # also what stands for a repository that does not exist
+        hint = "the hub's page of a model lists its files; private models need `hf auth login`"
+        raise usage_error(f"the hub has no {repository}:{name}", hint) from error
+    with there as original, copy.open("wb") as file:
         file.truncate(original.size)
         reader = _Reader(copy, _Copied(original, file), original.size)
         deque(reader.tensors(reader.metadata()), maxlen=0)
