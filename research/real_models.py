@@ -122,6 +122,7 @@ PLANS = {
     "smollm2-main": Plan("smollm2", [4096], [512], fed=1024, stretches=5, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
     "gemma3-pages": Plan("gemma3", [16384], [2048], 128, 1, PAGED, (32, 16, 8)),
+    "gemma3-far": Plan("gemma3", [31744], [2048], 500, 1, "full,oracle,streaming,freekv,shadowkv,fier,retroinfer"),
     "gemma3-wide": Plan("gemma3", [8192], [512], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
 }
