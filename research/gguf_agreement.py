@@ -14,7 +14,9 @@ counts how many tokens are the same from the first one on.
 """
 
 import argparse
+import json
 import sys
+import urllib.request
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -86,16 +88,13 @@ def against_llama_cpp(model: Model, file: Path) -> dict[str, Any]:
     asked = xllamacpp.CommonParams()
     asked.model.path, asked.n_ctx, asked.n_parallel, asked.verbosity = str(file), 1024, 1, 1
     server = xllamacpp.Server(asked)
-    how = {
-        "temperature": 0,
-        "samplers": ["temperature"],
-        "ignore_eos": True,
-        "n_predict": GREEDY,
-        "return_tokens": True,
-    }
+    how = {"temperature": 0, "samplers": ["temperature"], "ignore_eos": True, "return_tokens": True}
     same = []
     for ids in stretches(model):
-        theirs = server.handle_completions({"prompt": ids[:PROMPT], "n_predict": GREEDY, **how})["tokens"]
+        body = json.dumps({"prompt": ids[:PROMPT], "n_predict": GREEDY, **how}).encode()
+        url = f"{server.listening_address}/completion"
+        with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as answer:
+            theirs = json.load(answer)["tokens"]
         ours = steps(model, ids, None)[1]
         differ = [place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
         same.append(differ[0] if differ else GREEDY)
@@ -112,10 +111,12 @@ def main() -> None:
     given = parser.parse_args()
     file = fetch(given.model)
     model = load_model(ModelSpec(str(file)))
-    with torch.inference_mode():
-        found = {"transformers": against_transformers(model, file), "llama.cpp": against_llama_cpp(model, file)}
-    print(found)
-    save(given.output, {"model": given.model, **found})
+    found: dict[str, Any] = {"model": given.model}
+    for peer, compare in {"llama.cpp": against_llama_cpp, "transformers": against_transformers}.items():
+        with torch.inference_mode():
+            found[peer] = compare(model, file)
+        print(peer, found[peer])
+        save(given.output, found)
 
 
 if __name__ == "__main__":
