@@ -229,16 +229,16 @@ def test_a_turn_that_fits_no_more_is_answered_by_what_does(dialogue, checkpoint,
     """Planned for a GPU of so much memory: the KV of earlier turns stays, and one line says what changed."""
     talk, notes, cuda = dialogue(document=DOCUMENT * 20, method=None), Notes(), torch.device("cuda")
     talk.observer = talk.conversation.observer = notes
-    full, tokens = resolve_profile("full"), len(talk._tokens(talk.document, QUESTION, []))
-    known = checkpoint.geometry, checkpoint.dtype
-    need = memory.need(full, *known, [tokens], talk.sampling.max_tokens, 1, device=cuda)
-    free = {"device": replace(need, weights=0).on(cuda)["device"], "host": 1 << 40}
-    talk.checkpoint = replace(checkpoint, device=cuda)
+    talk.checkpoint, free = replace(checkpoint, device=cuda), {"device": 1 << 40, "host": 1 << 40}
     monkeypatch.setattr("kvcli.chat.memory.available", lambda _: free)
     monkeypatch.setattr("kvcli.chat.pipelines.choose", lambda *_: "blocking")
-    say(talk, QUESTION), say(talk, "And who?")
+    say(talk, QUESTION)
+    tokens = [len(talk._tokens(talk.document, "And who?", talk.exchanges))]
+    known = resolve_profile("full"), checkpoint.geometry, checkpoint.dtype, tokens, talk.sampling.max_tokens, 1
+    free["device"] = replace(memory.need(*known, device=cuda), weights=0).on(cuda)["device"] - 1
+    say(talk, "And who?")
     first, second = talk.exchanges
-    assert (first.profile.method, second.profile.method) == ("full", "retroinfer")
+    assert (first.profile.method, second.profile.method) == ("full", "offload")
     said = [note for note in notes.notices if note.startswith("no --method")]
     assert len(said) == 2
     assert "because with full attention a conversation of" in said[1]

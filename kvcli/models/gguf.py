@@ -692,7 +692,8 @@ def _weight(
     """Make a weight of its bytes in the file [n], packed or in a dtype; without llama.cpp's change of norms."""
     if packing is not None:
         return PackedWeight(raw.view(*tensor.shape[:-1], -1), packing, dtype)
-    weight = _plain(tensor, raw)
+    held = dtype.itemsize == 2 and tensor.kind == {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    weight = raw.view(dtype).view(tensor.shape) if held else _plain(tensor, raw)  # a view, where weights are streamed
     if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
         weight = weight - 1
     return weight.to(dtype)

@@ -40,18 +40,18 @@ _NORESERVE = 0x4000  # MAP_NORESERVE on Linux, which Python names from 3.13 on
 
 
 class Experts(NamedTuple):
-    """A module of `count` experts that a router chooses from: its name, the names of its weights [count, ...]."""
+    """A module of a `number` of experts that a router chooses from: its name, its weights [number, ...] by name."""
 
     name: str
     weights: tuple[str, ...]
-    count: int
+    number: int
     nbytes: int
     """Bytes of one expert in all of these weights."""
 
     @property
     def total(self) -> int:
         """Bytes of all of them."""
-        return self.count * self.nbytes
+        return self.number * self.nbytes
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class ExpertMemory:
                 ) from None
             room = torch.frombuffer(memory, dtype=torch.uint8)
             self.rooms[name] = room
-            self._weights.append((memory, source, room, source.nbytes // experts.count))
+            self._weights.append((memory, source, room, source.nbytes // experts.number))
 
     def parts(self, expert: int) -> Iterator[tuple[Source, Tensor]]:
         """Yield where the weights of an expert are read from, and to."""

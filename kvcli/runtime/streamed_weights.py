@@ -185,14 +185,14 @@ class ExpertCache:
         Raises:
             DiskError: one cannot be read.
         """
-        held, count, started = self._held[module], self.memories[module].experts.count, perf_counter_ns()
+        held, count, started = self._held[module], self.memories[module].experts.number, perf_counter_ns()
         cached = sum(held.get(expert) == [] for expert in chosen)
         for expert in chosen:
             if expert in held:
                 held.move_to_end(expert)
         nbytes = self._read(module, chosen, {module: {*chosen}}, reader)
         if len(chosen) >= _NEARLY_ALL * count and module + 1 < len(self.memories):
-            every = range(self.memories[module + 1].experts.count)
+            every = range(self.memories[module + 1].experts.number)
             nbytes += self._read(module + 1, every, {module: {*held}, module + 1: {*every}}, reader)
         for expert in chosen:
             try:
@@ -269,8 +269,8 @@ class StreamedWeights:
 
     def need_experts(self, module: int, chosen: Tensor) -> None:
         """Wait for those experts of a module that a router chose for tokens, numbers of any shape."""
-        count = self.layout.experts[module].experts.count
-        numbers = [each for each in chosen.unique().tolist() if each < count]
+        count = self.layout.experts[module].experts.number
+        numbers = [each for each in sorted({*chosen.flatten().tolist()}) if each < count]
         self.counted = self.counted.plus(self.experts.ask(module, numbers, self._reader))
 
     @contextmanager

@@ -114,6 +114,14 @@ def test_gguf_files(model_type, tmp_path):
     assert tokens(streaming) == tokens(there)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_a_gguf_file_in_the_dtype_of_the_run(kind, dtype, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, gguf_files.tiny("llama", num_hidden_layers=LAYERS), kind)
+    there, streaming = both(path, dtype=dtype)
+    assert tokens(streaming) == tokens(there)
+
+
 @pytest.mark.parametrize("method", ["freekv", "freekv_layer", "infinigen", "quest", "infllm", "offload", "streaming"])
 def test_every_way_to_read_and_to_step(method, llama):
     there, streaming = both(llama)
@@ -338,7 +346,7 @@ def test_only_chosen_experts_are_read(kind, dtype, whole, tmp_path):
         path, experts = with_experts(tmp_path, kind, dtype=half, whole=whole), 16
     there, streaming = both(path, dtype=dtype)
     how = streaming.geometry.streaming
-    assert [each.count for each in how.experts] == [experts] * LAYERS
+    assert [each.number for each in how.experts] == [experts] * LAYERS
     assert how.cache == how.of_experts // 2  # those of two of four layers
     wanted = tokens(there)
     found, prefill, steps = counted(streaming)
