@@ -205,7 +205,7 @@ class ExpertCache:
         return Streamed(nbytes, perf_counter_ns() - started, len(chosen), cached)
 
     def settle(self) -> None:
-        """Drop the experts that nobody waited for, once the reader has ended."""
+        """Drop the experts that nobody waited for, before the reader ends."""
         for module, held in enumerate(self._held):
             for expert in [expert for expert, reads in held.items() if reads]:
                 self._drop(module, expert)
@@ -222,8 +222,12 @@ class ExpertCache:
                 self._evict(kept)
             held[expert] = []
             self.nbytes += memory.experts.nbytes
-            for source, target in memory.parts(expert):
-                held[expert] += reader.start(source, target)
+            try:
+                for source, target in memory.parts(expert):
+                    held[expert] += reader.start(source, target)
+            except BaseException:
+                self._drop(module, expert)  # without reads it would look as if it were there
+                raise
             nbytes += memory.experts.nbytes
         return nbytes
 
@@ -234,7 +238,7 @@ class ExpertCache:
         self._drop(*next(evictable))
 
     def _drop(self, module: int, expert: int) -> None:
-        wait(self._held[module].pop(expert))  # its memory is written until then
+        wait([each for each in self._held[module].pop(expert) if not each.cancel()])  # they write to its memory
         self.memories[module].free(expert)
         self.nbytes -= self.memories[module].experts.nbytes
 
@@ -291,8 +295,8 @@ class StreamedWeights:
 
     def close(self) -> None:
         """End the threads, and close the files."""
-        self._reader.close()
         self.experts.settle()
+        self._reader.close()
 
     def _read_all(self) -> list[Tensor]:
         """Read all layers into host memory, pinned for a GPU."""

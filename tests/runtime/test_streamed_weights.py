@@ -1,5 +1,6 @@
 """Streamed weights: the same tokens as with all of them in memory, in the memory of two layers."""
 
+import json
 import os
 import re
 import threading
@@ -292,7 +293,7 @@ def test_models_that_would_gain_nothing(family, layers, tmp_path):
 # Experts: only those that the router chooses are read.
 
 
-def with_experts(path, kind="qwen3_moe", experts=16, dtype=torch.float32, whole=False):
+def with_experts(path, kind="qwen3_moe", experts=16, dtype=torch.float32, whole=False, shard="1GB"):
     """A checkpoint with two of so many experts for a token; `whole`: with one tensor of all experts in the file."""
     if kind == "mixtral":
         config = config_of("MixtralConfig", num_local_experts=experts, num_experts_per_tok=2, intermediate_size=32)
@@ -300,7 +301,7 @@ def with_experts(path, kind="qwen3_moe", experts=16, dtype=torch.float32, whole=
         config = tiny_config(kind)
         config.num_experts, config.intermediate_size = experts, 32
     model = tiny_model(kind, config=config).to(dtype)
-    model.save_pretrained(path)
+    model.save_pretrained(path, max_shard_size=shard)
     if whole:
         save_file({name: each.contiguous() for name, each in model.state_dict().items()}, path / "model.safetensors")
     tiny_tokenizer().save_pretrained(path)
@@ -417,6 +418,22 @@ def test_experts_in_a_file_that_is_cut_off_or_read_after_an_interruption(tmp_pat
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(DiskError, match="ends too early"):
         tokens(model, length=200)
+
+
+def test_experts_in_a_file_that_is_gone_for_a_while(tmp_path):
+    """They are read once it is back, and not taken for read."""
+    model = load_model(spec_of(with_experts(tmp_path, shard="30KB")))
+    wanted = tokens(model)
+    held = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    layers = {file for name, file in held.items() if ".experts." not in name}
+    file = tmp_path / min(
+        file for name, file in held.items() if ".layers.0.mlp.experts." in name and file not in layers
+    )
+    file.rename(tmp_path / "away")
+    with pytest.raises(DiskError, match="No such file"):
+        tokens(model)
+    (tmp_path / "away").rename(file)
+    assert tokens(model) == wanted
 
 
 def test_experts_that_are_no_whole_pages_are_read_with_their_layer(tmp_path):
