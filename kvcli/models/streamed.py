@@ -91,7 +91,7 @@ class WeightStreaming:
 
         Real routers prefer some experts, which the cache holds, so that less is read.
         """
-        asked = self.of_experts * (1 - (1 - active) ** rows)
+        asked = self.of_experts * (1 - max(0.0, 1 - active) ** rows)
         return self.per_pass + round(asked * (1 - self.cache / self.of_experts) if self.experts else 0)
 
     @classmethod
