@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from kvcli.capacity import memory, pipelines, unnamed
@@ -15,9 +15,10 @@ from kvcli.inputs.options import KVOptions, Template
 from kvcli.inputs.profiles import Profile, profile_notices
 from kvcli.inputs.prompts import Prompt
 from kvcli.memory.tiers import Footprint
+from kvcli.models.geometry import rotates_by_length
 from kvcli.models.loading import Checkpoint, Model
-from kvcli.runtime.conversation import Conversation, NewTurn, in_common
-from kvcli.runtime.run_report import run_report
+from kvcli.runtime.conversation import PAGE, Conversation, NewTurn, in_common
+from kvcli.runtime.run_report import run_report, weight_traffic
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
@@ -27,13 +28,14 @@ from kvcli.telemetry.observer import Observer
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question with its answer, the conversation in tokens before it, and the answer's settings and memory."""
+    """A question with its answer, the conversation in tokens before it, the answer's settings, memory and weights."""
 
     question: str
     ids: Sequence[int]
     answer: report.Sequence
     profile: Profile
     kv: Footprint
+    weights: report.WeightTraffic | None
 
     @property
     def text(self) -> str:
@@ -111,7 +113,7 @@ class Dialogue:
         one, other = (self._tokens(self.document, question, []) for question in "AZ")
         ids = one[: in_common(one, other)]
         refuse_unembedded(ids, self.checkpoint, "chat")
-        self._settled(len(ids))
+        self._settled(ids)
         if ids:
             find = None if saved is None else self._library(KVOptions(use=saved), self.template).find
             self.conversation.read(ids, len(ids) + self.sampling.max_tokens, find)
@@ -154,7 +156,9 @@ class Dialogue:
         chosen = self.exchanges if last is None else self.exchanges[-last:]
         profile = chosen[-1].profile if chosen else self.profile
         kv = chosen[-1].kv if chosen else Footprint()
-        return run_report(self.model, profile, [each.answer for each in chosen], kv)
+        streamed = [each.weights for each in chosen if each.weights is not None]
+        weights = reduce(report.WeightTraffic.plus, streamed) if streamed else None
+        return run_report(self.model, profile, [each.answer for each in chosen], kv, weights=weights)
 
     def _library(self, options: KVOptions, template: Template) -> KVLibrary:
         return KVLibrary(options, self.checkpoint, template, ["chat"], self.observer.notice)
@@ -162,7 +166,7 @@ class Dialogue:
     def _answer(self, question: str) -> Iterator[str]:
         ids = self._tokens(self.document, question, self.exchanges)
         refuse_unembedded(ids, self.checkpoint, "chat")
-        profile = self._settled(len(ids))
+        profile = self._settled(ids)
         asked = NewTurn(ids, encode_question(Prompt("", "", question), self.checkpoint.tokenizer), self.attempts)
         pipeline = pipelines.choose("auto", profile, self.checkpoint)
         steps = self.conversation.answer(asked, profile, self.sampling, pipeline)
@@ -184,7 +188,10 @@ class Dialogue:
             sequence.end("interrupted")
         entry = replace(sequence.report(), source=f"turn {len(self.exchanges) + 1}", question=question)
         kv = sequence.method.footprint() + self.conversation.footprint()
-        self.exchanges.append(Exchange(question, ids, entry, profile, kv))
+        read, decoded = self.conversation.taken()
+        streams = self.checkpoint.geometry.streaming is not None
+        weights = weight_traffic(read, decoded, len(entry.timing.decode_ms)) if streams else None
+        self.exchanges.append(Exchange(question, ids, entry, profile, kv, weights))
 
     def _tokens(self, document: str, question: str, said: Sequence[Exchange]) -> list[int]:
         """Encode the conversation up to the beginning of the answer to `question`."""
@@ -203,22 +210,22 @@ class Dialogue:
             turns += [{"role": "assistant", "content": each.text}, {"role": "user", "content": following}]
         return encode(prompt, self.template, tokenizer, turns)
 
-    def _settled(self, tokens: int) -> Profile:
+    def _settled(self, ids: Sequence[int]) -> Profile:
         """Choose the profile of a turn if nobody named one; show notices that are new.
 
         Raises:
             KvcliError: the turn will not fit (exit code 3); a budget that is a share of it is too small for the method
                 (usage).
         """
-        checkpoint, sampling, profile = self.checkpoint, self.sampling, self.profile
+        checkpoint, sampling, profile, tokens = self.checkpoint, self.sampling, self.profile, len(ids)
         notices = []
         if profile.unnamed:
             costs = checkpoint.geometry, checkpoint.dtype, checkpoint.place, [tokens + sampling.max_tokens]
-            profile = unnamed.choose(profile, *costs, partial(self._lack, tokens))
+            profile = unnamed.choose(profile, *costs, partial(self._lack, ids))
             assert profile.chosen is not None
-            notices += [profile.chosen] if self._chosen is None or profile.method != self._chosen.method else []
+            notices += [profile.chosen] if self._chosen is None or profile.hash != self._chosen.hash else []
             self._chosen = profile
-        if (lacking := self._lack(tokens, profile)) is not None:
+        if (lacking := self._lack(ids, profile)) is not None:
             way_out = "use a smaller --budget, --dtype or --max-tokens, or a shorter document"
             raise KvcliError(lacking, way_out, ExitCode.WILL_NOT_FIT)
         notices += profile_notices(profile, checkpoint, tokens)
@@ -232,17 +239,20 @@ class Dialogue:
                 self.observer.notice(notice)
         return profile
 
-    def _lack(self, tokens: int, profile: Profile) -> str | None:
+    def _lack(self, ids: Sequence[int], profile: Profile) -> str | None:
         """Say of which memory a turn, with what is kept of the conversation, needs more than is free; None if it fits.
 
-        The weights are read already.
+        The weights are in memory already, and so is what earlier turns left, unless it is read anew.
         """
-        checkpoint, sampling = self.checkpoint, self.sampling
+        checkpoint, sampling, tokens = self.checkpoint, self.sampling, len(ids)
+        known = in_common(self.conversation.ids, ids) // PAGE * PAGE
+        if rotates_by_length(checkpoint.config, len(self.conversation.ids), tokens + sampling.max_tokens):
+            known = 0
         need = memory.need(
             *(profile, checkpoint.geometry, checkpoint.dtype, [tokens], sampling.max_tokens, 1),
             device=checkpoint.place,
         )
         token = sum(2 * each.num_kv_heads * each.head_dim for each in checkpoint.geometry.layers)
-        kept = Footprint(host=token * tokens * checkpoint.dtype.itemsize)
+        kept = Footprint(host=token * (tokens - known) * checkpoint.dtype.itemsize)
         wanted, free = replace(need, weights=0, kv=need.kv + kept), memory.available(checkpoint.place)
         return memory.shortage(f"a conversation of {tokens:,} tokens", wanted, checkpoint.place, free)

@@ -90,3 +90,8 @@ def set_attention(model: Any, name: str) -> None:
 def auto_class(auto: Any, config: type, model: type) -> Any:
     """Derive one of transformers' auto classes that makes a model of class `model` from such a config."""
     return type(auto.__name__, (auto,), {"_model_mapping": {config: model}})
+
+
+def is_routed(module: Any) -> bool:
+    """Tell whether a module is of experts that it calls with tokens, and the numbers of the experts for each token."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")

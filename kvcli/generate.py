@@ -34,10 +34,10 @@ from kvcli.runtime.engine import Engine, engine
 from kvcli.runtime.not_finite import describe_origin
 from kvcli.runtime.pipeline import Pipeline
 from kvcli.runtime.prefill_runner import PrefillRunner
-from kvcli.runtime.run_report import run_report
+from kvcli.runtime.run_report import run_report, weight_traffic
 from kvcli.runtime.saved.library import KVLibrary
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.runtime.streamed_weights import Passed
+from kvcli.runtime.streamed_weights import Streamed
 from kvcli.telemetry import report
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -141,8 +141,8 @@ class Generation:
     started: float | None = field(default=None, init=False)
     """When the user began to wait, see `generate`."""
     saved: list[report.SavedPrompt] = field(default_factory=list, init=False)
-    in_turn: list[Passed] = field(default_factory=list, init=False)
-    """Weights that were brought to the device in turn, while prompts were read and then in decode steps."""
+    streamed: list[Streamed] = field(default_factory=list, init=False)
+    """Streamed weights that were loaded while prompts were read, and then in decode steps."""
 
     @classmethod
     def prepared(
@@ -187,11 +187,11 @@ class Generation:
                 yield from self._read(ready, runner)
                 forget_host_memory(self.model.device)
                 if (streamed := ready.hook.streamed) is not None:
-                    self.in_turn.append(streamed.taken())
+                    self.streamed.append(streamed.taken())
                 yield from self._decode(ready)
             finally:  # keep what was read, even if the run is interrupted
                 if (streamed := ready.hook.streamed) is not None:
-                    self.in_turn.append(streamed.taken())
+                    self.streamed.append(streamed.taken())
                 self.loaded, self.saved = runner.kept, runner.finish()
                 for each in self.saved:
                     if each.error is not None and each.cached:  # a failed --save-kv is an error of the run
@@ -265,10 +265,9 @@ class Generation:
             for sample in range(samples)
         ]
         weights = None
-        if self.in_turn:
-            read, decoded = [*self.in_turn, Passed()][:2]
-            times = read.nbytes, read.waited / 1e6, decoded.nbytes, decoded.waited / 1e6
-            weights = report.WeightsInTurn(*times, max(len(entry.timing.decode_ms) for entry in entries))
+        if self.streamed:
+            read, decoded = [*self.streamed, Streamed()][:2]
+            weights = weight_traffic(read, decoded, max(len(entry.timing.decode_ms) for entry in entries))
         return run_report(model, request.profile, entries, kv, self.saved, weights)
 
 

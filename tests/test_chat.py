@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from kvcli.capacity import memory
 from kvcli.chat import Dialogue
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
@@ -221,6 +223,44 @@ def test_nothing_to_retry_and_no_room_are_said(dialogue, monkeypatch):
         say(talk, QUESTION)
     assert raised.value.exit_code is ExitCode.WILL_NOT_FIT
     assert not talk.exchanges
+
+
+def test_a_turn_that_fits_no_more_is_answered_by_what_does(dialogue, checkpoint, monkeypatch):
+    """Planned for a GPU of so much memory: the KV of earlier turns stays, and one line says what changed."""
+    talk, notes, cuda = dialogue(document=DOCUMENT * 20, method=None), Notes(), torch.device("cuda")
+    talk.observer = talk.conversation.observer = notes
+    talk.checkpoint, free = replace(checkpoint, device=cuda), {"device": 1 << 40, "host": 1 << 40}
+    monkeypatch.setattr("kvcli.chat.memory.available", lambda _: free)
+    monkeypatch.setattr("kvcli.chat.pipelines.choose", lambda *_: "blocking")
+    say(talk, QUESTION)
+    tokens = [len(talk._tokens(talk.document, "And who?", talk.exchanges))]
+    known = resolve_profile("full"), checkpoint.geometry, checkpoint.dtype, tokens, talk.sampling.max_tokens, 1
+    free["device"] = replace(memory.need(*known, device=cuda), weights=0).on(cuda)["device"] - 1
+    say(talk, "And who?")
+    first, second = talk.exchanges
+    assert (first.profile.method, second.profile.method) == ("full", "offload")
+    said = [note for note in notes.notices if note.startswith("no --method")]
+    assert len(said) == 2
+    assert "because with full attention a conversation of" in said[1]
+    assert second.answer.kv.read_tokens < 64
+    free["device"] = 1
+    with pytest.raises(KvcliError) as refused:
+        say(talk, "And then?")
+    assert refused.value.exit_code is ExitCode.WILL_NOT_FIT
+    assert talk.exchanges == [first, second]
+    free["device"] = 1 << 40
+    assert say(talk, "And then?")
+
+
+def test_what_is_kept_of_earlier_turns_is_counted_once(dialogue, checkpoint, monkeypatch):
+    talk = dialogue(document=DOCUMENT * 20, method="full")
+    say(talk, QUESTION)
+    kept, tokens = talk.conversation.footprint().host, len(talk._tokens(talk.document, "And who?", talk.exchanges))
+    known = checkpoint.geometry, checkpoint.dtype
+    need = memory.need(talk.profile, *known, [tokens], talk.sampling.max_tokens, 1, device=checkpoint.device)
+    beside = replace(need, weights=0).on(checkpoint.device)["host"]
+    monkeypatch.setattr("kvcli.chat.memory.available", lambda _: {"host": beside + kept // 4})
+    assert say(talk, "And who?")
 
 
 def test_what_was_read_is_saved_for_other_runs(dialogue, checkpoint, tmp_path):

@@ -38,3 +38,8 @@ def test_an_auto_class_makes_models_of_another_class():
     with torch.device("meta"):
         assert type(compat.auto_class(AutoModelForCausalLM, type(config), own).from_config(config)) is own
         assert type(AutoModelForCausalLM.from_config(config)) is LlamaForCausalLM
+
+
+def test_modules_of_experts_are_told_from_others():
+    found = {type(module).__name__ for module in tiny_model("qwen3_moe").modules() if compat.is_routed(module)}
+    assert found == {"Qwen3MoeExperts"}

@@ -204,12 +204,35 @@ class InFlight:
 
     def _admit(self) -> None:
         """Read the next rows, as long as there is room."""
-        while len(self.decoding) + len(self.read) < self.max_inflight and not self.stop.asked:
+        while (free := self.max_inflight - len(self.decoding) - len(self.read)) > 0 and not self.stop.asked:
             if not self.next:
                 self._take()
             if not self.next or not self._fits(self.next[0]):
                 return
-            self._prefill(self.next.popleft())
+            part = self.next.popleft()
+            reads_weights = self.engine.hook.streamed is not None and self.runner.library is None
+            self._prefill(self._with_more(part, free) if reads_weights else part)
+
+    def _with_more(self, part: Part, free: int) -> Part:
+        """Add the next rows to a part of one row, up to `free` in all: a pass over streamed weights then reads all.
+
+        Questions on one document stay a part of their own, as they are read once.
+        """
+        if len(part.flights) > 1 or part.alone:
+            return part
+        while len(part.flights) < free:
+            if not self.next:
+                self._take()
+            if not self.next or self.next[0].alone or len(self.next[0].flights) > 1:
+                break
+            flights = part.flights + self.next[0].flights
+            prompts = [flight.prompt for flight in flights if flight.prompt is not None]
+            more = Part(flights, False, *self.room.needed(prompts))
+            if not self.room.holds(more.kv, more.workspace):
+                break
+            part = more
+            self.next.popleft()
+        return part
 
     def _fits(self, part: Part) -> bool:
         if not self.flights:
@@ -273,6 +296,7 @@ class InFlight:
             return
         finally:
             self.tally.prefill_seconds += time.perf_counter() - self.begun
+            self._count_weights()
             for flight in part.flights:
                 flight.prompt = None
         for sequence in sequences:
@@ -326,12 +350,21 @@ class InFlight:
             self._again([self.flights[name] for name in dict.fromkeys(each.source for each in batch)], error)
             return
         self.tally.decode_seconds += time.perf_counter() - begun
+        self._count_weights()
         self.tally.steps += 1
         self.tally.output_tokens += len(batch)
         self.decoding[:] = [sequence for sequence in batch if sequence.running]
         for name in dict.fromkeys(sequence.source for sequence in batch if not sequence.running):
             self._settle(name)
         self.tally.tell()
+
+    def _count_weights(self) -> None:
+        if (streamed := self.engine.hook.streamed) is not None:
+            found, tally = streamed.taken(), self.tally
+            tally.weight_bytes += found.nbytes
+            tally.weight_wait_seconds += found.waited / 1e9
+            tally.experts_asked += found.asked
+            tally.experts_cached += found.cached
 
     def _settle(self, name: str) -> None:
         """Write the result of a row whose samples have all ended."""

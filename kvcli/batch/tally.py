@@ -44,6 +44,10 @@ class Tally:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
+    weight_bytes: int = 0
+    weight_wait_seconds: float = 0.0
+    experts_asked: int = 0
+    experts_cached: int = 0
     work: float = 0.0
     work_done: float = 0.0
     reported: Progress | None = None

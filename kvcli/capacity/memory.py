@@ -290,11 +290,15 @@ def check(
 
 
 def available(place: Place) -> dict[str, int]:
-    """Return the free bytes of each pool of memory; a container may grant less than the machine has."""
+    """Return the free bytes of each pool of memory; a container may grant less than the machine has.
+
+    What torch holds of a GPU for later use is free: an earlier turn of a chat used it.
+    """
     machine, group = int(psutil.virtual_memory().available), cgroup.memory_free()
     free = {"host": machine if group is None else min(machine, group)}
     for name, device in devices_of(place).items():
-        free[name] = torch.cuda.mem_get_info(device)[0]
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free[name] = torch.cuda.mem_get_info(device)[0] + reusable
     return free
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from kvcli.errors import KvcliError
 from kvcli.models.geometry import ModelGeometry, build_on_meta
 from kvcli.models.loading import describe
-from kvcli.models.streamed import InTurn, WeightsOn
+from kvcli.models.streamed import WeightsOn, WeightStreaming
 from kvcli.models.weights import ON_LOADING, HalfForm, WeightForm
 
 _WEIGHTS = ("int8", "int4")  # the closest to the model's own first
@@ -36,7 +36,7 @@ def smaller_forms(
 
     Only a model with files at `path` can leave weights outside the memory of its `device`.
     """
-    if geometry.streaming is not None:  # its other forms would not pass
+    if geometry.streaming is not None:  # its other forms cannot be streamed
         return
     form = geometry.form
     narrow = ("--dtype bfloat16",) if dtype.itemsize > torch.bfloat16.itemsize else ()
@@ -51,7 +51,7 @@ def smaller_forms(
         if not more and path is not None:
             where: WeightsOn = "host" if device.type == "cuda" else "disk"
             with suppress(KvcliError):
-                streaming = InTurn.of(build_on_meta(config, dtype), form, geometry.weight_bytes, where)
+                streaming = WeightStreaming.of(build_on_meta(config, dtype), form, geometry.weight_bytes, where)
                 yield SmallerForm((f"--weights-on {where}",), dtype, replace(geometry, streaming=streaming))
 
 

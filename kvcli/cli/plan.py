@@ -210,8 +210,8 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
         path = locate(spec, header_only=True)
         form = form_in(config, model.weights, place, path, here, model.dtype)
         subject = PlannedRun.of(config, resolve_dtype(model.dtype, config, place), form, path)
-        in_turn = model.weights_on != "device"
-        return subject.with_weights_on(model.weights_on, model.weights_memory) if in_turn else subject
+        streams = model.weights_on != "device"
+        return subject.with_weights_on(model.weights_on, model.weights_memory) if streams else subject
 
     others = another_machine(device)
     if told and not others:

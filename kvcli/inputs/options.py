@@ -375,11 +375,11 @@ class ModelOptions:
     weights_on: Literal["device", "host", "disk"] = MODEL(
         "device",
         *("--weights-on", None),
-        "Where layers wait for their turn: on a GPU host, on a CPU disk, where memory does not hold all weights.",
+        "Stream weights that do not fit: to a GPU from the host, to a CPU from the disk.",
     )
     weights_memory: int | None = MODEL(
         None,
-        *("--weights-memory", "SIZE", "Memory of the device for weights with --weights-on, as in 8GiB."),
+        *("--weights-memory", "SIZE", "Memory for weights on the device with --weights-on, as in 8GiB."),
         positive_size,
         show="as little as possible",
     )

@@ -23,7 +23,7 @@ from kvcli.models.layers import DecoderLayer, LayerFinder, refusal
 from kvcli.models.layers import LayerGeometry as LayerGeometry
 from kvcli.models.layers import OwnSelection as OwnSelection
 from kvcli.models.layers import StateGeometry as StateGeometry
-from kvcli.models.streamed import InTurn
+from kvcli.models.streamed import WeightStreaming
 from kvcli.models.weights import WeightForm
 
 
@@ -89,8 +89,8 @@ class ModelGeometry:
     """Linear layers whose weights are in the dtype all the same."""
     streams: int = 1
     """Hidden states of a token between layers: several with hyper-connections (arXiv 2409.19606)."""
-    streaming: InTurn | None = None
-    """Which layers' weights are brought to the device in turn."""
+    streaming: WeightStreaming | None = None
+    """Which layers' weights are streamed to the device."""
 
     @property
     def held_bytes(self) -> int:

@@ -35,7 +35,7 @@ from kvcli.kernels.packed_linear import PACKINGS, PackedWeight, Packing, unpack_
 from kvcli.models.auto import model_class
 from kvcli.models.geometry import build_on_meta
 from kvcli.models.place import gguf_parts
-from kvcli.models.streamed import FilePart, InTurn, Layout, Source
+from kvcli.models.streamed import FilePart, Layout, Source, WeightStreaming
 from kvcli.models.weights import PackedForm, room_for
 
 _AGAIN = "download that file again"
@@ -639,11 +639,11 @@ def load_gguf(
     form: PackedForm,
     dtype: torch.dtype,
     device: torch.device,
-    streaming: InTurn | None = None,
+    streaming: WeightStreaming | None = None,
 ) -> PreTrainedModel:
     """Make the model of a GGUF checkpoint with its weights, packed where `form` keeps them so.
 
-    With `streaming`, some of them come to the device in turn.
+    With `streaming`, some of them are read later, for each use.
 
     Raises:
         KvcliError: as for `read_header`; a tensor is missing, is not of the model, or has another shape.
@@ -692,7 +692,8 @@ def _weight(
     """Make a weight of its bytes in the file [n], packed or in a dtype; without llama.cpp's change of norms."""
     if packing is not None:
         return PackedWeight(raw.view(*tensor.shape[:-1], -1), packing, dtype)
-    weight = _plain(tensor, raw)
+    held = dtype.itemsize == 2 and tensor.kind == {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    weight = raw.view(dtype).view(tensor.shape) if held else _plain(tensor, raw)  # a view, where weights are streamed
     if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
         weight = weight - 1
     return weight.to(dtype)

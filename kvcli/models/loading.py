@@ -49,7 +49,7 @@ from kvcli.models.dummy import fallback_tokenizer, random_model
 from kvcli.models.geometry import ModelGeometry, build_on_meta, geometry_of, geometry_of_model
 from kvcli.models.gguf import config_of, empty_model, from_hub, load_gguf, tensor_kinds, tie_head, tokenizer_of
 from kvcli.models.place import bundled_model, find, gguf_parts
-from kvcli.models.streamed import FilePart, InTurn, Layout, Source, WeightsOn, check_place
+from kvcli.models.streamed import FilePart, Layout, Source, WeightsOn, WeightStreaming, check_place
 from kvcli.models.weights import (
     WIDER,
     HalfForm,
@@ -145,8 +145,8 @@ class ModelSpec:
     `name` is a directory, a GGUF file, a hub id or, with load_format "dummy", a config.json or a shape; None is the
     bundled demo model. `device` is auto, cpu, cuda or cuda:N, or several with commas (`resolve_devices`); `dtype` is
     auto, float32, bfloat16 or float16. `weights` other than auto are quantised or widened on loading. `tokenizer` is
-    the directory or hub id of a tokenizer that replaces the checkpoint's. `weights_on` is where layers wait for their
-    turn, those for which the device has no room in `weights_memory` bytes (`kvcli.models.streamed`).
+    the directory or hub id of a tokenizer that replaces the checkpoint's. `weights_on` is where weights are streamed
+    from, those for which the device has no room in `weights_memory` bytes (`kvcli.models.streamed`).
     """
 
     name: str | None = None
@@ -205,7 +205,7 @@ class Model:
             "weights": self.geometry.weights,
             "weight_bytes": self.geometry.weight_bytes,
             "layers": self.geometry.depth,
-            **({} if streaming is None else {"weights_on": streaming.where, "layers_passing": len(streaming.layers)}),
+            **({} if streaming is None else {"weights_on": streaming.where, "layers_streamed": len(streaming.layers)}),
         }
 
 
@@ -356,8 +356,8 @@ def _streaming(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     geometry: ModelGeometry,
-) -> InTurn | None:
-    """Choose which layers pass through the device, and make sure that their files hold what a model holds.
+) -> WeightStreaming | None:
+    """Choose which layers are streamed, and make sure that their files hold what a model holds.
 
     Raises:
         KvcliError: the weights cannot lie where `spec` says (usage), or not in so little memory (will not fit).
@@ -368,9 +368,10 @@ def _streaming(
     if path is None or not (_is_gguf(path) or any(path.glob("model*.safetensors"))):
         raise usage_error(f"{asked} reads safetensors or GGUF files, and {spec.label} names none", "name a directory")
     shapes = build_on_meta(config, dtype)
-    found = InTurn.of(shapes, form, geometry.weight_bytes, spec.weights_on, spec.weights_memory)
+    found = WeightStreaming.of(shapes, form, geometry.weight_bytes, spec.weights_on, spec.weights_memory)
     if found is None:
         return None
+    streamed = {name for names in (*found.names, *(each.weights for each in found.experts)) for name in names}
     gguf = tensor_kinds(path) if _is_gguf(path) else {}
     stored = {} if _is_gguf(path) else stored_tensors(path)
     for name, weight in shapes.named_parameters():
@@ -382,7 +383,7 @@ def _streaming(
             )
         packing = form.packing(name, dtype) if isinstance(form, PackedForm) else None
         held = _KINDS[weight.dtype] if packing is None else packing.name
-        if kinds != {held} and any(name in names for names in found.names):
+        if kinds != {held} and name in streamed:
             raise usage_error(
                 f"{asked} takes weights as they are in the files, but {name} is {min(kinds)}, not {held}",
                 "name their dtype with --dtype, leave --weights out, or use a GGUF file of this model",
@@ -526,7 +527,7 @@ def _weights(checkpoint: Checkpoint) -> PreTrainedModel:
 def _as_stored(checkpoint: Checkpoint, path: Path, shapes: PreTrainedModel) -> PreTrainedModel:
     """Read a model of these `shapes` whose files use the same names; keep its weights as they are in the files.
 
-    Those of layers that pass through the device are not read yet.
+    Those of streamed layers are not read yet.
     """
     spec, dtype, streaming = checkpoint.spec, checkpoint.dtype, checkpoint.geometry.streaming
     form = checkpoint.geometry.form if isinstance(checkpoint.geometry.form, HalfForm) else None
@@ -559,6 +560,8 @@ def _as_stored(checkpoint: Checkpoint, path: Path, shapes: PreTrainedModel) -> P
             setattr(module.get_submodule(owner), leaf, weight)
         else:
             buffers[name].copy_(weight.view_as(buffers[name]))
+    if any(".experts." in name for name in held):
+        module.set_experts_implementation("eager")  # one expert after another, so that only those chosen are unpacked
     tie_head(module)
     if checkpoint.device.type != "cpu":
         for each in module.modules():
@@ -580,7 +583,7 @@ def _has_shape(parts: Sequence[StoredTensor], shape: torch.Size) -> bool:
 
 
 def _tensors(parts: Mapping[str, Sequence[StoredTensor]], layout: Layout | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model that files hold, by name; those that pass have a room in the `layout`, unread."""
+    """Yield the tensors of a model that files hold, by name; streamed ones have a room in the `layout`, unread."""
     if layout is None:
         for file in sorted({part.file for each in parts.values() for part in each}):
             with safe_open(file, framework="pt") as tensors:

@@ -37,6 +37,7 @@ from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.reader import SavedKV
 from kvcli.runtime.saved.writer import KVWriter
 from kvcli.runtime.sequence import RunningSequence
+from kvcli.runtime.streamed_weights import Streamed
 from kvcli.runtime.windowed import windowed_prefill
 from kvcli.telemetry.counters import Counters
 from kvcli.telemetry.observer import Observer
@@ -173,6 +174,7 @@ class Conversation:
         self._capacity = 1  # of the KV: positions may depend on it
         self._windowed: WindowedReader | None = None
         self._tiers = Tiers.for_device(model.device, model.dtype)
+        self._streamed = [Streamed(), Streamed()]  # while something was read, and in steps
 
     def footprint(self) -> Footprint:
         """Count the bytes that are kept between turns."""
@@ -218,6 +220,7 @@ class Conversation:
             self.observer.stage("prefill", (len(ids) - skip) * ready.depth)
             ready.rope.use([capacity])
             prefill_branches(ready.hook, branches, [kv], ready.layers, self.observer.advance)
+            self._count(ready, 0)
             self.observer.stage_done()
             self._keep(ids, kv, capacity)
 
@@ -235,6 +238,7 @@ class Conversation:
             else:
                 method = reader.method
                 logits, read = self._read_by_windows(ready, turn.ids, reader)
+            self._count(ready, 0)
             self._windowed = reader
             sequence = ready.sequence(method, sampling, sample=turn.attempt, ids=turn.ids)
             sequence.prompt_tokens = len(turn.ids)
@@ -245,8 +249,20 @@ class Conversation:
             piece = sequence.accept(logits)
             sequence.ttft_ms = 1000 * (time.perf_counter() - started)
             yield sequence, piece
-            for step in ready.decode([sequence], pipeline=pipeline):
-                yield step[0]
+            try:
+                for step in ready.decode([sequence], pipeline=pipeline):
+                    yield step[0]
+            finally:
+                self._count(ready, 1)
+
+    def taken(self) -> list[Streamed]:
+        """Return the streamed weights that were loaded since the last look: while something was read, and in steps."""
+        counted, self._streamed = self._streamed, [Streamed(), Streamed()]
+        return counted
+
+    def _count(self, ready: Engine, when: int) -> None:
+        if (streamed := ready.hook.streamed) is not None:
+            self._streamed[when] = self._streamed[when].plus(streamed.taken())
 
     def _engine(self, *capacities: int) -> AbstractContextManager[Engine]:
         held = [] if self._windowed is None else [self._windowed.method.context.capacity]

@@ -37,7 +37,7 @@ from kvcli.runtime.repetition import find_documents, with_repetitions
 from kvcli.runtime.retrieval_heads import HeadScores, RepeatedTokens, head_scores
 from kvcli.runtime.sampling import Sampler, Sampling
 from kvcli.runtime.sequence import RunningSequence
-from kvcli.runtime.streamed_weights import in_turn, streamed_weights
+from kvcli.runtime.streamed_weights import awaiting_weights, streamed_weights
 from kvcli.runtime.windowed import extend, windowed_prefill
 from kvcli.telemetry.timeline import Timeline
 
@@ -308,7 +308,7 @@ def engine(
         streamed_weights(model.module) as streamed,
         attached(model.module, model.placement) as hook,
         cpu_layers(model.module),
-        in_turn(model.module, streamed),
+        awaiting_weights(streamed),
         installed(model.module, capacities, model.placement) as rope,
     ):
         hook.streamed = streamed

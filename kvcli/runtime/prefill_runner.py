@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.errors import KvcliError
-from kvcli.inputs.encoding import EncodedPrompt, in_common
+from kvcli.inputs.encoding import EncodedPrompt, by_document, in_common
 from kvcli.inputs.profiles import Profile
 from kvcli.memory.tiers import Footprint
 from kvcli.methods.contract import AnyMethod, SequenceContext
@@ -58,7 +58,7 @@ class _Reading:
 
 
 class PrefillRunner:
-    """Reads prompts into methods of `profile`, those on one document together, and forks each for its samples.
+    """Reads prompts into methods of `profile`, those on one document once, and forks each for its samples.
 
     With the profile `reference`, every sequence also brings a method object of that profile that has read the same
     prompt; with `exact`, its first token comes from that one's logits. `kept` counts the host memory of KV that a
@@ -88,7 +88,9 @@ class PrefillRunner:
         self._writers: list[KVWriter] = []
 
     def prefill(self, index: int, prompts: Sequence[EncodedPrompt]) -> Iterator[tuple[RunningSequence, str]]:
-        """Read prompts together, their common beginning once; yield their samples, each with its first text.
+        """Read prompts together, their common beginning once if they are on one document; yield their samples.
+
+        Each sample comes with its first text.
 
         `index` is the place of the first of them among all prompts. Prompts that failed to encode yield nothing.
         """
@@ -139,7 +141,7 @@ class PrefillRunner:
     ) -> tuple[_Reading, KVOrigin, float]:
         """Read prompts; return them with the origin of the first one's KV and the milliseconds that all took."""
         begun, ids = time.perf_counter(), [prompt.ids for prompt in prompts]
-        common = in_common(prompts) if len(prompts) > 1 else 0
+        common = in_common(prompts) if len(prompts) > 1 == len(by_document(prompts)) else 0
         reading = self._prepare(places, prompts, capacity, Branches.of(ids, common))
         with ExitStack() as stack:
             found, writers = None, list[KVWriter]()

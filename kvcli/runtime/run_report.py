@@ -12,6 +12,7 @@ from kvcli.inputs.profiles import Profile
 from kvcli.memory.tiers import Footprint
 from kvcli.models.devices import all_of
 from kvcli.models.loading import Model
+from kvcli.runtime.streamed_weights import Streamed
 from kvcli.telemetry import report
 
 
@@ -21,7 +22,7 @@ def run_report(
     sequences: Sequence[report.Sequence],
     kv: Footprint,
     saved: Sequence[report.SavedPrompt] = (),
-    weights: report.WeightsInTurn | None = None,
+    weights: report.WeightTraffic | None = None,
 ) -> report.Report:
     """Assemble the entries of a run's sequences; `kv` is what their caches hold at its end."""
     cuda, devices = model.device.type == "cuda", all_of(model.place)
@@ -45,5 +46,11 @@ def run_report(
             process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         ),
         saved=list(saved),
-        weights_in_turn=weights,
+        streamed_weights=weights,
     )
+
+
+def weight_traffic(read: Streamed, decoded: Streamed, steps: int) -> report.WeightTraffic:
+    """Make the entry of streamed weights from what was counted while prompts were read, and in `steps`."""
+    times = read.nbytes, read.waited / 1e6, decoded.nbytes, decoded.waited / 1e6
+    return report.WeightTraffic(*times, steps, decoded.asked, decoded.cached)

@@ -47,7 +47,8 @@ class Progress(BaseModel):
 
     Rows: `total` of the batch or its shard, `earlier` in the file already (`earlier_failed` of them failed), `done` and
     `failed` by this run (a failed one is not done), `in_flight`. Seconds: since the run began, and those of prefill and
-    decode steps within; `left_seconds` is estimated, None before there is a basis for that.
+    decode steps within; `left_seconds` is estimated, None before there is a basis for that. Of streamed weights
+    `weight_bytes` were loaded; of experts that routers chose, `experts_cached` of `experts_asked` were in memory.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -65,6 +66,10 @@ class Progress(BaseModel):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
+    weight_bytes: int = 0
+    weight_wait_seconds: float = 0.0
+    experts_asked: int = 0
+    experts_cached: int = 0
     left_seconds: float | None = None
     output_tokens_per_second: float = 0.0
     time: float = 0.0

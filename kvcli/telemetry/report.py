@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -238,10 +238,11 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class WeightsInTurn:
-    """Weights that were brought to the device in turn: bytes, and waits for them, of the prefill and of all `steps`.
+class WeightTraffic:
+    """Streamed weights that were loaded: bytes, and waits for them, of the prefill and of all `steps`.
 
-    On a GPU the device waits, which no clock of the host sees.
+    In steps, routers chose experts `experts_asked` times, each once a layer and step; `experts_cached` times one was in
+    memory. On a GPU the device waits, which no clock of the host sees.
     """
 
     prefill_bytes: int
@@ -249,6 +250,12 @@ class WeightsInTurn:
     decode_bytes: int
     decode_wait_ms: float
     steps: int
+    experts_asked: int = 0
+    experts_cached: int = 0
+
+    def plus(self, other: WeightTraffic) -> WeightTraffic:
+        """Add up."""
+        return WeightTraffic(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -262,7 +269,7 @@ class Report:
     memory: Memory
     schema_version: int = SCHEMA_VERSION
     saved: list[SavedPrompt] = field(default_factory=list)
-    weights_in_turn: WeightsInTurn | None = None
+    streamed_weights: WeightTraffic | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; keys in declaration order, `schema_version` first."""

@@ -266,7 +266,7 @@ def _prefill(sequence: Sequence) -> str:
 
 
 def memory_rows(report: Report) -> list[tuple[str, str]]:
-    """Report where the KV was, the weights that came in turn, and the peak memory."""
+    """Report where the KV was, which weights were streamed, and the peak memory."""
     memory = report.memory
     cache = [f"{format_bytes(memory.device_kv_bytes)} on the device"]
     if memory.host_kv_bytes:
@@ -276,10 +276,12 @@ def memory_rows(report: Report) -> list[tuple[str, str]]:
     if memory.host_pinned_bytes:
         cache.append(f"{format_bytes(memory.host_pinned_bytes)} of it pinned")
     rows = [("KV cache", " · ".join(cache))]
-    if (found := report.weights_in_turn) is not None:
+    if (found := report.streamed_weights) is not None:
         waited = f" · waited {duration(found.decode_wait_ms / found.steps)} per step" if found.steps else ""
         prefill = f"prefill {format_bytes(found.prefill_bytes)} · decode "
-        rows.append(("weights in turn", prefill + _moved(found.decode_bytes, found.steps) + waited))
+        rows.append(("streamed weights", prefill + _moved(found.decode_bytes, found.steps) + waited))
+        if found.experts_asked:
+            rows.append(("experts cached", rate(found.experts_cached, found.experts_asked)))
     peaks = [("device", memory.device_peak_bytes), ("process", memory.process_peak_bytes)]
     peak = " · ".join(f"{name} {format_bytes(size)}" for name, size in peaks if size)
     return rows + ([("peak memory", peak)] if peak else [])
@@ -460,6 +462,11 @@ def progress_rows(found: Progress) -> Iterator[tuple[str, str]]:
         rows = f", {found.output_tokens / found.steps:.1f} rows per step" if found.steps else ""
         speed = f", {found.output_tokens_per_second:,.1f} per second" if found.output_tokens_per_second else ""
         yield "output", f"{found.output_tokens:,} tokens{speed}{rows}"
+    if found.weight_bytes:
+        waited = f", waited {duration(1000 * found.weight_wait_seconds)}"
+        yield "streamed weights", f"{format_bytes(found.weight_bytes)}{waited}"
+    if found.experts_asked:
+        yield "experts cached", rate(found.experts_cached, found.experts_asked)
     if found.seconds and found.output_tokens:
         yield "time", f"{duration(1000 * found.seconds)}, {shares(found)}"
     if found.left_seconds and found.in_flight:

@@ -21,7 +21,7 @@ from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.errors import KvcliError
 from kvcli.inputs.options import KVOptions, Sampling, Template
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.models.loading import ModelSpec
+from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.engine import Engine
@@ -49,14 +49,24 @@ def model(tmp_path_factory):
 def batch(model, tmp_path):
     """Runs rows; gives results by name, the counts, and what was told."""
 
-    def run_rows(rows, method="freekv", stop=None, output=None, settings=SETTINGS, tally=None, model=model, **options):
+    def run_rows(
+        rows,
+        method="freekv",
+        stop=None,
+        output=None,
+        settings=SETTINGS,
+        tally=None,
+        model=model,
+        weights_on="device",
+        **options,
+    ):
         source, output = tmp_path / "in.jsonl", output or tmp_path / "out.jsonl"
         source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
         request = BatchRequest(
             str(source), output, resolve_profile(method, None, settings), Sampling(max_tokens=6), **options
         )
         tally, observer = tally or Tally(), Notices()
-        run(ModelSpec(model), request, observer, tally, stop or Stop())
+        run(ModelSpec(model, weights_on=weights_on), request, observer, tally, stop or Stop())
         lines = output.read_text().splitlines() if output.exists() else []
         results = {result["custom_id"]: result for result in map(json.loads, lines)}
         assert len(results) == len(lines)
@@ -163,6 +173,28 @@ def test_questions_on_one_document_are_read_once(fresh):
     assert sum(each["prompt_tokens_details"]["cached_tokens"] > 250 for each in usage) == 5
     assert tally.shared_tokens > 5 * 250
     assert texts(results)["q4"] == texts(fresh([asked[4]])[0])["q4"]
+
+
+def test_rows_in_flight_share_a_pass_over_streamed_weights(fresh, model):
+    """Eight rows are read in one pass, and each step is one more."""
+    asked = [
+        {"custom_id": f"r{n}", "prompt": text(n, 20 + 30 * n), "max_tokens": 6, "ignore_eos": True} for n in range(8)
+    ]
+    how = {"method": "full", "settings": {}, "max_inflight": 8}
+    results, tally, _ = fresh(asked, weights_on="disk", **how)
+    assert texts(results) == texts(fresh(asked, **how)[0])
+    per_pass = open_checkpoint(ModelSpec(model, weights_on="disk")).geometry.streaming.per_pass
+    assert tally.steps == 5
+    assert 6 * per_pass <= tally.weight_bytes < 6.6 * per_pass  # the first layers of a pass that does not come
+    assert tally.progress().weight_bytes == tally.weight_bytes
+
+
+def test_streamed_weights_and_questions_on_one_document(fresh):
+    document = text(3, 300)
+    asked = [{"custom_id": f"q{n}", "document": document, "prompt": text(n, 5)} for n in range(3)] + rows(3)
+    results, tally, _ = fresh(asked, weights_on="disk", max_inflight=4)
+    assert texts(results) == texts(fresh(asked, max_inflight=4)[0])
+    assert tally.shared_tokens > 2 * 250
 
 
 def test_documents_are_kept_between_runs(fresh, tmp_path):

@@ -242,3 +242,10 @@ def test_hidden_states_of_a_long_prompt_lie_in_host_memory_beside_a_gpu():
     assert long.prefill.device["hidden states"] == 4 * 4096 * 4 * HIDDEN  # chunks
     assert long.on(cuda)["host"] == long.kv.host + long.prefill.on_host + memory.RUNTIME_BYTES
     assert long.on(cuda)["device"] == sum((long.weights, long.kv.device, long.workspace, memory.RUNTIME_BYTES))
+
+
+def test_what_torch_keeps_of_a_gpu_for_later_is_free(monkeypatch):
+    """A turn of a chat has left it there; otherwise the next turn would count it as taken."""
+    for name, value in (("mem_get_info", (100, 1000)), ("memory_reserved", 700), ("memory_allocated", 300)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert memory.available(torch.device("cuda", 0))["device"] == 500

@@ -89,6 +89,7 @@ def test_where_no_approximation_fits_layers_are_brought_whole_or_nothing_is(chec
     ("free", "method", "dense"),
     [
         ({"device": 24, "host": 64}, "retroinfer", 14),
+        ({"device": 22.4, "host": 64}, "retroinfer", 11),  # a card of 24 GB
         ({"device": 80, "host": 64}, "full", None),
         ({"host": 16}, "full", None),  # a CPU, where nothing that is kept elsewhere saves memory
         ({"cuda:0": 24, "cuda:1": 24, "host": 64}, "full", None),

@@ -1,4 +1,4 @@
-"""Weights that come in turn, from the command line."""
+"""Streamed weights, from the command line."""
 
 import json
 from functools import partial
@@ -35,16 +35,16 @@ def ids(result):
     return [sequence["token_ids"] for sequence in json.loads(result.stdout)["sequences"]]
 
 
-def test_the_text_is_the_same_and_what_came_is_counted(generate):
+def test_the_text_is_the_same_and_what_was_read_is_counted(generate):
     plain, found = generate("--json", "-q"), generate("--json", *DISK)
     assert ids(found) == ids(plain)
-    assert "weights in turn" in found.stderr
+    assert "streamed weights" in found.stderr
     body = json.loads(found.stdout)
-    counted, told = body["weights_in_turn"], body["model"]
-    assert (told["weights_on"], told["layers_passing"]) == ("disk", 4)
+    counted, told = body["streamed_weights"], body["model"]
+    assert (told["weights_on"], told["layers_streamed"]) == ("disk", 4)
     assert counted["steps"] == 5
     assert 0 < counted["prefill_bytes"] < counted["decode_bytes"] < told["weight_bytes"] * 7
-    assert json.loads(plain.stdout)["weights_in_turn"] is None
+    assert json.loads(plain.stdout)["streamed_weights"] is None
 
 
 def test_saved_kv_and_kept_runs(generate, model, warm, document, tmp_path):
@@ -56,7 +56,7 @@ def test_saved_kv_and_kept_runs(generate, model, warm, document, tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["weights_on"] == "disk"
 
 
-def test_rows_of_a_batch_pass_together(warm, model, tmp_path):
+def test_rows_of_a_batch_have_the_same_texts(warm, model, tmp_path):
     rows = [{"prompt": WORDS * (4 + at), "custom_id": str(at)} for at in range(4)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = []
@@ -84,12 +84,12 @@ def test_a_plan_counts_what_stays_and_two_layers(warm, model):
         json.loads(warm("plan", "-m", model, "--method", "full", "--context", "1K", "--json", "-q", *more).stdout)
         for more in ([], [*DISK, "--disk-rate", "1MB"])
     )
-    (there,), (in_turn,) = plain["plans"], found["plans"]
-    assert in_turn["weights_on"] == "disk"
-    assert in_turn["memory"]["weights"] < there["memory"]["weights"]
-    assert in_turn["times"]["step_ms"] >= 1000 * in_turn["memory"]["weights_in_turn"] / 1e6
+    (there,), (streamed,) = plain["plans"], found["plans"]
+    assert streamed["weights_on"] == "disk"
+    assert streamed["memory"]["weights"] < there["memory"]["weights"]
+    assert streamed["times"]["step_ms"] >= 1000 * streamed["memory"]["streamed_weights"] / 1e6
     shown = warm("plan", "-m", model, "--method", "full", "--context", "1K", *DISK)
-    assert "weights in turn" in shown.stdout
+    assert "4 layers are streamed from disk" in shown.stdout
     assert "--disk-rate" in shown.stdout
 
 
@@ -106,3 +106,34 @@ def test_refusals(generate, warm, model):
     assert_refused(warm("plan", "-m", model, "--weights-memory", "1GB"), ExitCode.USAGE, "--weights-memory")
     assert_refused(generate("--weights-on", "host"), ExitCode.USAGE, "--weights-on host", "CPU")
     assert_refused(generate(*DISK, "--weights-memory", "1KB"), ExitCode.WILL_NOT_FIT, "--weights-memory", "too little")
+
+
+def test_a_chat_counts_what_each_answer_read(warm, model, document):
+    lines = "which fox?\n/stats\nand which dog?\n/quit\n"
+    result = warm("chat", "-m", model, document, *DISK, "--method", "full", "--max-tokens", 6, "--json", text=lines)
+    assert result.returncode == 0, result.stderr
+    counted = json.loads(result.stdout)["streamed_weights"]
+    assert counted["steps"] == 2 * 5
+    assert 0 < counted["prefill_bytes"] < counted["decode_bytes"]
+    assert result.stderr.count("streamed weights") == 1
+    plain = warm("chat", "-m", model, document, "--method", "full", "--max-tokens", 6, "--json", text=lines)
+    assert json.loads(plain.stdout)["streamed_weights"] is None
+    assert [each["token_ids"] for each in json.loads(plain.stdout)["sequences"]] == ids(result)
+
+
+def test_experts_are_counted_in_json_and_in_words(warm, document, tmp_path):
+    path = tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    result = warm("generate", "-m", path, document, "--method", "full", "--max-tokens", 6, *DISK, "--json")
+    plain = warm("generate", "-m", path, document, "--method", "full", "--max-tokens", 6, "--json")
+    assert ids(result) == ids(plain)
+    counted = json.loads(result.stdout)["streamed_weights"]
+    asked, cached = counted["experts_asked"], counted["experts_cached"]
+    assert asked == 5 * 4 * 2  # steps, layers, experts of a token
+    assert 0 < cached < asked
+    assert f"{cached} / {asked}" in " ".join(result.stderr.split())
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": WORDS, "custom_id": "0"}) + "\n")
+    batch = ["batch", "-m", path, "in.jsonl", "-o", "out.jsonl", "--method", "full", "--max-tokens", 6]
+    done = warm(*batch, *DISK, cwd=tmp_path)
+    assert "experts cached" in done.stderr
+    planned = warm("plan", "-m", path, "--method", "full", "--context", "1K", *DISK)
+    assert "of experts those chosen" in " ".join(planned.stdout.split())

@@ -112,7 +112,7 @@ def rungs(label: str, profile: Profile, subjects: Sequence[PlannedRun], disk: bo
             for tiered in (False, True) if disk and formed.settings.on_host else (False,):
                 streaming = subject.geometry.streaming
                 cost = _GIVEN_UP[subject.weights] + _GIVEN_UP[held] + _OF_DISK * tiered + _OF_BUDGET * fewer
-                cost += _IN_TURN * (streaming is not None)
+                cost += _STREAMED * (streaming is not None)
                 names = [label] + [f"budget {getattr(halved.settings, 'budget', 0)}"] * bool(fewer)
                 names += [f"{held} KV"] * (held != "auto")
                 names += [f"{subject.weights} weights"] * (subject.weights != "auto")
@@ -153,8 +153,8 @@ _GIVEN_UP = {"auto": 0.0, "int8": 1.0, "fp8": 1.5, "k8v4": 2.0, "int4": 3.0}
 
 _OF_DISK = 2.5
 _OF_BUDGET = 4.0
-_IN_TURN = 3.5
-"""Bringing weights in turn is exact, but much slower than weights of fewer bits."""
+_STREAMED = 3.5
+"""Streaming weights is exact, but much slower than weights of fewer bits."""
 
 
 def _lacks(

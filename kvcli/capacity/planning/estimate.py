@@ -23,7 +23,7 @@ from kvcli.methods.contract import AnyMethod
 from kvcli.models.devices import Place, Placement
 from kvcli.models.geometry import LayerGeometry, ModelGeometry, build_on_meta
 from kvcli.models.loading import describe
-from kvcli.models.streamed import InTurn, WeightsOn
+from kvcli.models.streamed import WeightsOn, WeightStreaming
 from kvcli.models.weights import ON_LOADING, WeightForm
 
 
@@ -70,9 +70,9 @@ class PlannedRun:
         return PlannedRun.of(self.config, self.dtype, ON_LOADING[weights])
 
     def with_weights_on(self, where: WeightsOn, limit: int | None = None) -> PlannedRun:
-        """Return the same model with layers that wait for their turn; raises what `InTurn.of` raises."""
+        """Return the same model with streamed weights; raises what `WeightStreaming.of` raises."""
         shapes, geometry = build_on_meta(self.config, self.dtype), self.geometry
-        streaming = InTurn.of(shapes, geometry.form, geometry.weight_bytes, where, limit)
+        streaming = WeightStreaming.of(shapes, geometry.form, geometry.weight_bytes, where, limit)
         return replace(self, geometry=replace(geometry, streaming=streaming))
 
     @classmethod
@@ -138,8 +138,8 @@ def estimate(
 ) -> Times | None:
     """Estimate the times of `batch` prompts of `context` tokens; None if the rates are unknown.
 
-    `method` is the method object of one of them, on the meta device. A `disk` holds part of what it fetches. Weights
-    that are brought in turn, once a prompt (or each of its windows) and once a step, come while others are computed;
+    `method` is the method object of one of them, on the meta device. A `disk` holds part of what it fetches. Streamed
+    weights are read once a prompt (or each of its windows) and once a step, while others are computed;
     from a disk of `disk_rate`, or at once if that is unknown.
     """
     rates, itemsize = machine.rates, subject.dtype.itemsize
@@ -162,16 +162,18 @@ def estimate(
     scale = min(1.0, step / least)
     from_disk = 0 if disk is None else round(disk.missing * sum(part.to_device for part in work.values()))
     reading = 0.0 if disk is None else from_disk / disk.rate
-    bringing, passes = 0.0, 1
+    read_prompt, read_step, passes = 0.0, 0.0, 1
     if (streaming := subject.geometry.streaming) is not None:
         rate = rates.to_device.median if streaming.where == "host" else disk_rate
-        bringing = 0.0 if rate is None else streaming.a_pass / rate
+        per_step = streaming.per_step(subject.geometry.parts.active, batch)
+        if rate is not None:
+            read_prompt, read_step = (streaming.per_pass + streaming.of_experts) / rate, per_step / rate
         passes = -(-context // (method.prefill_window or context))
-        from_disk += streaming.a_pass if streaming.where == "disk" else 0
+        from_disk += per_step if streaming.where == "disk" else 0
     return Times(
-        prefill=batch * max(prefill, passes * bringing),
-        step=max(step, bringing, reading) if tried is None else max(step, bringing) + reading,
-        roofline=max(scale * least, bringing, reading),
+        prefill=batch * max(prefill, passes * read_prompt),
+        step=max(step, read_step, reading) if tried is None else max(step, read_step) + reading,
+        roofline=max(scale * least, read_step, reading),
         phases={phase: (work[phase], scale * seconds) for phase, seconds in phases.items()},
         layers=subject.geometry.depth,
         missed=missed,

@@ -21,7 +21,7 @@ from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kv.recurrent import state_marks
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.devices import Placement
-from kvcli.models.streamed import InTurn
+from kvcli.models.streamed import WeightStreaming
 from kvcli.sizes import Share
 
 LONGEST = 1 << 27  # tokens; the search for the longest context that fits ends here
@@ -36,8 +36,8 @@ class CapacityPlan:
     upper bound. `disk` is the bytes of the prompts' saved KV, `disk_rate` the bytes that a disk reads in a second, if
     given. `tier` is the disk below host memory, if there is one, with `disk_free` bytes. `weights` is the form that
     weights are brought into on loading, `placement` the devices of layers, if there are several. Where the run does not
-    fit, it would with one of the options of the model in `fits_with`. `streaming` says which layers' weights are
-    brought to the device in turn.
+    fit, it would with one of the options of the model in `fits_with`. `streaming` says which weights are streamed, and
+    `step_weights` how many bytes of them a step reads.
     """
 
     label: str
@@ -58,7 +58,8 @@ class CapacityPlan:
     weights: str = "auto"
     placement: Placement | None = None
     fits_with: tuple[str, ...] = ()
-    streaming: InTurn | None = None
+    streaming: WeightStreaming | None = None
+    step_weights: int = 0
 
     @property
     def load_seconds(self) -> float | None:
@@ -82,7 +83,7 @@ class CapacityPlan:
             **({} if self.streaming is None else {"weights_on": self.streaming.where}),
             "memory": {
                 "weights": self.need.weights,
-                **({} if self.streaming is None else {"weights_in_turn": self.streaming.a_pass}),
+                **({} if self.streaming is None else {"streamed_weights": self.step_weights}),
                 "kv_device": self.need.kv.device,
                 "kv_host": self.need.kv.host,
                 "kv_disk": self.need.kv.disk,
@@ -217,7 +218,7 @@ def plan_one(
         return found.on(machine.place) | ({} if tier is None else {"disk": found.kv.disk})
 
     longest = memory.longest_fitting(pools, free, LONGEST)
-    capacity, place = context + max_tokens, machine.place
+    capacity, place, streaming = context + max_tokens, machine.place, subject.geometry.streaming
     method = memory.planned_method(profile, subject.geometry, capacity, subject.dtype, context, tier, place)
     return CapacityPlan(
         label=label,
@@ -239,7 +240,8 @@ def plan_one(
         disk_rate=disk_rate,
         weights=subject.weights,
         placement=machine.placement,
-        streaming=subject.geometry.streaming,
+        streaming=streaming,
+        step_weights=0 if streaming is None else streaming.per_step(subject.geometry.parts.active, batch),
     )
 
 

@@ -6,7 +6,7 @@ from kvcli.capacity.memory import RUNTIME_BYTES
 from kvcli.capacity.planning.plan import LONGEST, CapacityPlan
 from kvcli.capacity.roofline import MachineRates, rate_rows
 from kvcli.capacity.smaller import in_words
-from kvcli.models.streamed import InTurn
+from kvcli.models.streamed import WeightStreaming
 from kvcli.sizes import format_bytes
 from kvcli.ui.summary import Table, duration, without_empty_columns
 
@@ -43,9 +43,11 @@ def notes(plans: Sequence[CapacityPlan], rates: MachineRates | None, measured: b
         place = f"{folder}, {format_bytes(tiered.disk_free)} free; {cache} of host memory cache it"
         rows.append(("disk tier", f"{place}; {_reads(plans)}; steps on a GPU are blocking"))
     if (streaming := plans[0].streaming) is not None:
-        said = f"{len(streaming.layers)} layers come from {streaming.where} in turn; {_in_turn(streaming)[1]} a step"
+        said = f"{len(streaming.layers)} layers are streamed from {streaming.where}"
+        said += f", and of {format_bytes(streaming.of_experts)} of experts those chosen" if streaming.experts else ""
+        said += f"; a step reads {format_bytes(plans[0].step_weights)}"
         unknown = streaming.where == "disk" and plans[0].disk_rate is None
-        rows.append(("weights", said + "; times exclude it without --disk-rate" * unknown))
+        rows.append(("weights", said + "; times exclude that without --disk-rate" * unknown))
     if rates is not None:
         found = ", ".join(f"{label} {value}" for label, value in rate_rows(rates.as_dict()))
         rows.append(("rates", f"{'measured' if measured else 'given'}: {found}"))
@@ -115,7 +117,7 @@ def _memory(plan: CapacityPlan) -> Table:
     need = plan.need
     rows = [
         ("weights", format_bytes(need.weights), "counted"),
-        *([] if plan.streaming is None else [_in_turn(plan.streaming)]),
+        *([] if plan.streaming is None else [_streamed(plan.streaming, plan.step_weights)]),
         ("KV, device", format_bytes(need.kv.device), plan.kv_basis),
         *([("states, of it", format_bytes(need.states), "counted")] if need.states else []),
         ("KV, host", format_bytes(need.kv.host), plan.kv_basis),
@@ -130,8 +132,9 @@ def _memory(plan: CapacityPlan) -> Table:
     return Table(("part", "size", ""), rows, texts=("",))
 
 
-def _in_turn(streaming: InTurn) -> tuple[str, str, str]:
-    return "weights in turn", format_bytes(streaming.a_pass), f"from {streaming.where}, in every step"
+def _streamed(streaming: WeightStreaming, step: int) -> tuple[str, str, str]:
+    how = "estimated" if streaming.experts else "counted"
+    return "read in a step", format_bytes(step), f"{how}; weights streamed from {streaming.where}"
 
 
 def _phases(plan: CapacityPlan) -> Table:
