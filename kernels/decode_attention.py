@@ -509,7 +509,11 @@ def counted_attention(tokens: TokenSet, softmax: Softmax) -> tuple[Tensor, Tenso
         k, v = (None if x is None else x.take_along_dim(rows[..., None], 1) for x in (k, v))  # type: ignore[assignment]
     if k is not None and log_counts is None:
         mask = None if valid is None else valid[:, None].expand(-1, q.shape[1], -1)
-        return block_attention(q, k, v, softmax, mask)
+        out, lse = block_attention(q, k, v, softmax, mask)
+        if valid is None:
+            return out, lse
+        none = ~valid.any(-1)[:, None]  # [Hk, 1]; fused kernels differ in what they return then
+        return out.masked_fill(none[..., None], 0), lse.masked_fill(none, float("-inf"))
     scores = q if k is None else attention_scores(q, k, softmax)
     if log_counts is not None:
         scores = scores + log_counts

@@ -207,7 +207,8 @@ class Dialogue:
             return [*last.ids, *answer, *more]
         questions, turns = [*(each.question for each in said), question], []
         for each, following in zip(said, questions[1:], strict=True):
-            turns += [{"role": "assistant", "content": each.text}, {"role": "user", "content": following}]
+            told = each.text if each.answer.answer is None else each.answer.answer  # without what was thought
+            turns += [{"role": "assistant", "content": told}, {"role": "user", "content": following}]
         return encode(prompt, self.template, tokenizer, turns)
 
     def _settled(self, ids: Sequence[int]) -> Profile:

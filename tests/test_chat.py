@@ -14,6 +14,7 @@ from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.request import GenerationRequest
+from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.saved.library import KVOptions
 from kvcli.runtime.saved.manifest import read_manifest
@@ -99,6 +100,15 @@ def test_a_template_that_forgets_costs_what_it_changes(dialogue):
     assert "<assistant>...</assistant><user>And who?</user>" in prompt(talk)
     known = talk.exchanges[0].ids
     assert talk.exchanges[1].answer.kv.shared_tokens > len(known) - 64
+
+
+def test_what_was_thought_is_no_part_of_the_conversation(dialogue, monkeypatch):
+    monkeypatch.setattr(StreamingDetokenizer, "thoughts", property(lambda _: ("hm", "yes")))
+    talk = dialogue()
+    say(talk, QUESTION)
+    say(talk, "And who?")
+    assert "<assistant>yes</assistant>" in prompt(talk).replace(" ", "")
+    assert [each.answer.thoughts for each in talk.exchanges] == ["hm", "hm"]
 
 
 def test_without_a_template_the_tokens_go_on_as_they_are(dialogue):

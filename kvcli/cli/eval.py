@@ -63,6 +63,9 @@ class Scored(options.Output):
     predictions: Path | None = options.OUTPUT(
         None, "--predictions", "FILE", "Save every answer in FILE; run again to resume."
     )
+    kvpress: Path | None = options.OUTPUT(
+        None, "--kvpress", "DIR", "Write a run on a file of RULER in the form of kvpress's leaderboard."
+    )
 
 
 @command
@@ -81,7 +84,7 @@ def evaluate(
         ),
     ],
     template: options.Template,
-    output: Annotated[Scored, options.Some("predictions json output html figure quiet debug")],
+    output: Annotated[Scored, options.Some("predictions kvpress json output html figure quiet debug")],
 ) -> None:
     """Score the answers of methods on long-context tasks.
 
@@ -144,6 +147,7 @@ def evaluate(
         template=template,
         predictions=output.predictions,
         disk=disk,
+        kvpress=output.kvpress,
     )
     with progress(output.quiet, demo=model.model is None) as observer:
         for line in where_settings_go([*assignments(chosen.settings)], variants):

@@ -171,6 +171,15 @@ def test_who_attends_to_nobody_gets_zeros():
     assert lse.eq(-math.inf).all()
 
 
+def test_one_of_several_heads_that_attends_to_nobody_gets_zeros():
+    q, k, v = noise(2, 3, 16), noise(2, 5, 16, seed=1), noise(2, 5, 16, seed=2)
+    valid = torch.tensor([[True] * 5, [False] * 5])
+    out, lse = counted_attention(TokenSet(q, k, v, valid=valid), Softmax(1.0))
+    assert out[1].eq(0).all()
+    assert lse[1].eq(-math.inf).all()
+    assert lse[0].isfinite().all()
+
+
 def test_attention_to_what_is_not_finite_is_not_finite():
     for poison in (math.nan, math.inf):
         k, v = noise(1, 9, 16, seed=1), noise(1, 9, 16, seed=2)

@@ -247,7 +247,9 @@ class ClusteredTokenCache(TokensOnHost):
         heads, values = q.view(len(self.k), -1, q.shape[-1]), self.index.values[:, : self.index.clusters]
         rows = _near_rows(self.budget.sink, self.near.window, self.index.tokens, self.length, q.device)
         steady = TokenSet(heads, self.near.k, self.near.v, rows)
-        sets = [steady, TokenSet(heads, self.k, self.v, self.slots.clamp_min(0), valid=self.chosen != EMPTY)]
+        sets = [steady]
+        if self.slots.shape[1]:  # not where no cluster fits
+            sets.append(TokenSet(heads, self.k, self.v, self.slots.clamp_min(0), valid=self.chosen != EMPTY))
         if zones.estimated.shape[1]:
             counts = zones.log_counts[:, None]
             sets.append(TokenSet(zones.scores, None, values, zones.estimated, log_counts=counts))

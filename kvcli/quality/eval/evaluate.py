@@ -18,6 +18,7 @@ from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.loading import Checkpoint, fingerprint, open_checkpoint, text_fingerprint
 from kvcli.quality.eval import suite
 from kvcli.quality.eval.example import Cell
+from kvcli.quality.eval.kvpress import KvpressRun
 from kvcli.quality.eval.predictions import Prediction, Predictions, digest
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
@@ -45,6 +46,7 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
     frame -= suite.count_tokens(checkpoint.tokenizer, "x")
     cells = suite.Suite(plan, checkpoint.tokenizer, frame, most, observer.notice).cells()
     _check_positions(cells, checkpoint)
+    export = None if plan.kvpress is None else KvpressRun.of(plan.kvpress, plan)
     profiles = [variant.profile for variant in plan.variants]
     disk = disk_for(plan.disk, profiles, checkpoint.device, _together(plan, cells))
     _check_fit(plan, cells, checkpoint, disk)
@@ -70,6 +72,8 @@ def evaluate(plan: EvaluationPlan, observer: Observer) -> EvaluationTable:
         observer.stage_done()
         for notice in cut_notices(predictions, most):
             observer.notice(notice)
+        if export is not None and complete:
+            export.write(checkpoint.name, predictions)
         found = results(cells, plan.variants, predictions, plan.sampling.num_samples)
         environment = report.environment() | {"machine": platform.machine()}
         return EvaluationTable(environment, configuration, digest(configuration), plan.variants, found, complete)

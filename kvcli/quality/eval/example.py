@@ -41,6 +41,8 @@ class Example:
     """Text given after the prompt and before the answer that counts: the prompt's right answer and the next
     question, that one's answer, and so on.
     """
+    turns_read: bool = False
+    """Whether `turns` are read with the prompt, not fed token by token."""
     shared: str = ""
     """The beginning of the prompt that is read before its question is known; the rest is fed token by token."""
     continuation: str | None = None
@@ -119,13 +121,14 @@ def encode_example(
     room = len(fed) or max_tokens or example.max_tokens
     prefix = _bare(example.answer_prefix, tokenizer)
     template = Template(raw=True) if example.raw else template
-    ids = encode(Prompt(_SOURCE, example.prompt), template, tokenizer) + prefix
+    ids = _encoded(example, template, tokenizer) + prefix
     cut = 0
     if example.whole and max_length is not None:
         room = room if max_tokens else min(room, max_length - len(ids))
         if room < 1 or len(ids) + room > max_length:
             what = f"an answer of {max(room, 1):,} tokens leaves no room for a prompt of {len(ids):,}"
-            raise KvcliError(f"{what} within {max_length:,}", "lower --max-tokens", ExitCode.USAGE)
+            hint = "lower --max-tokens" if len(ids) < max_length else "leave that row out: its prompt is never cut"
+            raise KvcliError(f"{what} within {max_length:,}", hint, ExitCode.USAGE)
     if max_length is not None and len(ids) + room > max_length:
         bare = _bare(example.prompt, tokenizer)
         kept = len(bare)
@@ -138,7 +141,7 @@ def encode_example(
             text = _text(bare[:half], tokenizer) + _text(bare[len(bare) - half :], tokenizer)
             ids = encode(Prompt(_SOURCE, text), template, tokenizer) + prefix
         cut = len(bare) - 2 * half
-    turns = _turns(example, template, tokenizer, ids) if example.turns else []
+    turns = _turns(example, template, tokenizer, ids) if example.turns and not example.turns_read else []
     if example.shared:
         begun = encode(Prompt(_SOURCE, example.shared), template, tokenizer)
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(begun, ids, strict=False))))
@@ -146,16 +149,32 @@ def encode_example(
     return Encoded(ids, _bare(example.question, tokenizer), cut, fed, room, turns)
 
 
-def _turns(example: Example, template: Template, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """Return the token ids of the turns after a prompt's `ids`, up to where the answer begins."""
+def _encoded(example: Example, template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a prompt, with its turns if they are read with it."""
+    if not example.turns_read:
+        return encode(Prompt(_SOURCE, example.prompt), template, tokenizer)
     if template.raw or tokenizer.chat_template is None:
-        return _bare("".join(f" {answer}{SEPARATOR}{question}" for answer, question in example.turns), tokenizer)
-    said = [
+        return encode(Prompt(_SOURCE, example.prompt + _in_words(example)), template, tokenizer)
+    return encode(Prompt(_SOURCE, example.prompt), template, tokenizer, _messages(example))
+
+
+def _messages(example: Example) -> list[dict[str, str]]:
+    return [
         {"role": role, "content": text}
         for pair in example.turns
         for role, text in zip(("assistant", "user"), pair, strict=True)
     ]
-    whole = encode(Prompt(_SOURCE, example.prompt), template, tokenizer, said)
+
+
+def _in_words(example: Example) -> str:
+    return "".join(f" {answer}{SEPARATOR}{question}" for answer, question in example.turns)
+
+
+def _turns(example: Example, template: Template, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Return the token ids of the turns after a prompt's `ids`, up to where the answer begins."""
+    if template.raw or tokenizer.chat_template is None:
+        return _bare(_in_words(example), tokenizer)
+    whole = encode(Prompt(_SOURCE, example.prompt), template, tokenizer, _messages(example))
     if whole[: len(ids)] != ids:
         what = "the chat template changes the beginning of a conversation when it continues"
         raise KvcliError(what, "leave out tasks of several turns, or use --raw", ExitCode.USAGE)

@@ -10,7 +10,11 @@
 | `problem`, `answer`, `unique_id` or `subject` | MATH500 |
 | `problem`, `Problem` or `question`, with `answer` or `Answer` | AIME |
 | `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` | GPQA |
-| `context`, `question`, `answer_prefix`, `task`, `answer` or `answers` | RULER and LongBench in kvpress's form |
+| `context`, `question`, `answer_prefix`, `task`, `answer` or `answers` | RULER, LongBench, LooGLE in kvpress's form |
+| `prompt`, `answer`, `random_string_to_prepend` | MRCR |
+| `input`, `qa_pairs`, `output` | LooGLE; the file's name is that of its task |
+| `qid`, `query`, `ctxs` | HELMET's re-ranking |
+| `prompt_id`, `prompt`, `targets` | LOFT, as its dump_prompts.py writes it; the file's name has task and data set |
 | `context`, `question`, `answer` | any other; `metric` may name a scorer, by default the F1 of words |
 
 lm-evaluation-harness has tasks of the same names, but it reads them only from the hub, runs InfiniteBench with its
@@ -26,10 +30,16 @@ turns, a query follows the right answers to those before it. As requests, only t
 prunes or indexes it without knowing the questions, and every query finds it in the same state. Each query is a task of
 its own, "NAME turn 2" or "NAME request 2". The tasks that repeat functions of a repository are left out: a parser of
 six programming languages scores them.
+
+LooGLE's files of short and long questions, as its data set on the hub has them today, are rows of context, question and
+answer: the file's name gives them LooGLE's prompt. HELMET's in-context learning comes without files: its code draws
+examples from data sets of the hub. LOFT's prompts of several turns are not among what dump_prompts.py writes.
 """
 
 import csv
+import hashlib
 import io
+import json
 import random
 import re
 import tomllib
@@ -41,8 +51,9 @@ from functools import cache
 from importlib import import_module, resources
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from typing_extensions import override
@@ -50,6 +61,7 @@ from typing_extensions import override
 from kvcli.errors import bad_json, first_problem, usage_error
 from kvcli.quality.eval.example import Example, conversation
 from kvcli.quality.eval.final_answer import LETTERS
+from kvcli.quality.eval.long_context import constant
 from kvcli.quality.eval.scorers import SCORERS, why_unscorable
 
 _SPLITS = ("validation", "test", "train", "data")
@@ -312,6 +324,8 @@ _MAX_TOKENS = 128
 
 # Longest answers of RULER's tasks: arXiv 2404.06654, tokens_to_generate in its repository; 128 for the needles.
 _RULER_MAX_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+RULER = (*_RULER_MAX_TOKENS, "niah")
+"""The beginnings of the names of RULER's tasks."""
 _GENERIC = "{context}\n\n{question}"
 _SHOWN_FIELDS = 12  # of a row that fits no benchmark
 
@@ -346,7 +360,7 @@ class RulerRow(BenchmarkRow):
 
 
 class KvpressRow(BenchmarkRow):
-    """RULER and LongBench as kvpress distributes them: the context apart from the question, which follows directly."""
+    """RULER, LongBench and LooGLE as kvpress has them: the context apart from the question, which follows directly."""
 
     context: Text
     question: str
@@ -359,10 +373,11 @@ class KvpressRow(BenchmarkRow):
     @override
     def example(self, path: Path) -> tuple[str, Example]:
         kind = self.task.partition("_")[0]
-        if kind in (*_RULER_MAX_TOKENS, "niah"):
+        if kind in RULER:
             metric, length, first = "contains" if kind == "qa" else "recall", _RULER_MAX_TOKENS.get(kind), False
         else:
-            entry = table_entry("longbench", self.task.removesuffix("_e"))
+            benchmark = "loogle" if self.task in _table("loogle") else "longbench"
+            entry = table_entry(benchmark, self.task.removesuffix("_e"))
             metric, length, first = entry["metric"], entry["max_tokens"], entry.get("first_line", False)
         return self.task, Example(
             prompt=self.context + self.question,
@@ -441,22 +456,213 @@ class InfiniteBenchRow(BenchmarkRow):
 
 
 class PlainRow(BenchmarkRow):
-    """A document, a question and its answer, of no benchmark."""
+    """A document, a question and its answer, of no benchmark or of LooGLE's data set on the hub."""
 
     context: Text
     question: Text
     answer: Answers
-    metric: str = "qa_f1"
+    metric: str | None = None
 
     @override
     def example(self, path: Path) -> tuple[str, Example]:
-        if self.metric not in SCORERS:
-            close = get_close_matches(self.metric, SCORERS, n=1)
+        if self.metric is None and (task := named(path)) in _table("loogle"):
+            values = {"context": self.context, "input": self.question}
+            return task, example_of(table_entry("loogle", task), values, self.answer)
+        metric = self.metric or "qa_f1"
+        if metric not in SCORERS:
+            close = get_close_matches(metric, SCORERS, n=1)
             meant = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"unknown metric {shortened(self.metric)}{meant}")
+            raise ValueError(f"unknown metric {shortened(metric)}{meant}")
         values = {"context": self.context, "question": self.question}
-        entry = {"prompt": _GENERIC, "metric": self.metric, "max_tokens": _MAX_TOKENS}
+        entry = {"prompt": _GENERIC, "metric": metric, "max_tokens": _MAX_TOKENS}
         return path.stem, example_of(entry, values, self.answer)
+
+
+_LONG_MAX_TOKENS = 2048  # of MRCR and LOFT, which state none
+
+
+class MrcrRow(BenchmarkRow):
+    """MRCR: a conversation as JSON, of which one answer is to be repeated after a given prefix."""
+
+    prompt: Text
+    answer: Text
+    prefix: Annotated[Text, Field(alias="random_string_to_prepend")]
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        try:
+            said = [(message["role"], message["content"]) for message in json.loads(self.prompt)]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError("prompt is not a JSON list of messages with role and content") from None
+        if [role for role, _ in said] != ["user", "assistant"] * (len(said) // 2) + ["user"]:
+            raise ValueError("messages are not those of user and assistant in turns, the user's first and last")
+        texts = [text for _, text in said]
+        return named(path), Example(
+            prompt=texts[0],
+            question=texts[-1],
+            references=(self.answer, self.prefix),
+            metric="mrcr",
+            max_tokens=_LONG_MAX_TOKENS,
+            whole=True,
+            turns=tuple(zip(texts[1::2], texts[2::2], strict=True)),
+            turns_read=True,
+        )
+
+
+class LooglePair(NamedTuple):
+    """A question and its answer; that of a cloze is a mapping."""
+
+    question: str
+    answer: str
+
+
+def _pairs(value: object) -> list[LooglePair]:
+    """Read LooGLE's list of questions, in Python's notation; "none" for a document without any."""
+    found: Any = value
+    if isinstance(value, str):
+        found = [] if value == "none" else constant(value)
+    try:
+        answers = [each["A"] for each in found]
+        texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in answers]
+        return [LooglePair(each["Q"], text) for each, text in zip(found, texts, strict=True)]
+    except (TypeError, KeyError):
+        raise ValueError("is not a list of questions Q with answers A") from None
+
+
+class LoogleRow(BenchmarkRow):
+    """LooGLE (arXiv 2311.04939): a document with all its questions, or a paper with its abstract as `output`."""
+
+    input: Text
+    pairs: Annotated[list[LooglePair], BeforeValidator(_pairs), Field(alias="qa_pairs")]
+    output: str
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        return next(iter(self.examples(path)))
+
+    @override
+    def examples(self, path: Path, requests: bool = False) -> Iterator[tuple[str, Example]]:
+        """Make an example of every question; as `requests`, the document is read before the question is known.
+
+        Raises:
+            KvcliError: the file's name is none of LooGLE's tasks (usage).
+        """
+        task = named(path)
+        entry = table_entry("loogle", task)
+        before = entry["prompt"].partition("{context}")[0].format() + self.input
+        if not self.pairs and self.output.lower() == "none":
+            raise ValueError("has neither questions nor an output")
+        for pair in self.pairs or [LooglePair("", self.output)]:
+            example = example_of(entry, {"context": self.input, "input": pair.question}, (pair.answer,))
+            yield task, replace(example, question="", shared=before, whole=True) if requests else example
+
+
+_DEMONSTRATIONS = "test_reranking_data_k10_dep3.jsonl"
+
+
+class HelmetPassage(BaseModel):
+    """A passage with its number and its grade of relevance."""
+
+    id: str
+    text: str
+    label: int
+    title: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The passage as it stands in the prompt."""
+        title = "" if self.title is None else f" (Title: {self.title})"
+        return f"[ID: {self.id}] Document{title}: {self.text}"
+
+
+class HelmetRerankRow(BenchmarkRow):
+    """HELMET's re-ranking of MS MARCO (arXiv 2410.02694), after two examples from the file of rankings of ten."""
+
+    qid: Text
+    query: Text
+    ctxs: Annotated[list[HelmetPassage], Field(min_length=1)]
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        ranked = "".join(
+            f"{each._passages}\n\nQuery: {each.query}\nRanking: {each._ranking}\n\n"
+            for each in self._shown_before(path.with_name(_DEMONSTRATIONS))
+        )
+        values = {"context": ranked + self._passages, "input": self.query}
+        relevant = tuple(f"{each.id} {each.label}" for each in self.ctxs if each.label > 0)
+        return named(path), example_of(table_entry("helmet", "rerank"), values, relevant)
+
+    def _shown_before(self, path: Path) -> list["HelmetRerankRow"]:
+        """Choose the two examples as HELMET does: by a permutation drawn by the question's hash."""
+        others = [each for each in _rankings(path) if each.qid != self.qid]
+        seed = int(hashlib.sha256(self.qid.encode()).hexdigest(), 16) % 2**31
+        chosen: dict[str, HelmetRerankRow] = {}
+        for place in np.random.default_rng(seed).permutation(len(others)):
+            chosen.setdefault(others[place].qid, others[place])
+        return list(chosen.values())[:2]
+
+    @property
+    def _passages(self) -> str:
+        return "\n\n".join(each.shown for each in self.ctxs)
+
+    @property
+    def _ranking(self) -> str:
+        return " > ".join(each.id for each in sorted(self.ctxs, key=lambda each: each.label, reverse=True))
+
+
+@cache
+def _rankings(path: Path) -> tuple[HelmetRerankRow, ...]:
+    """Read the examples.
+
+    Raises:
+        KvcliError: they are not there (usage).
+    """
+    if not path.is_file():
+        raise usage_error(f"{path}: no such file", "HELMET takes its examples from there: put it beside the others")
+    return tuple(HelmetRerankRow.model_validate(row) for _, row in read_rows(path))
+
+
+# What LOFT scores a task by (its README): of data sets with several right answers, and of all others.
+_LOFT = {
+    "retrieval": (
+        {"hotpotqa": "mrecall_2", "musique": "mrecall_5", "qampari": "mrecall_5", "quest": "mrecall_3"},
+        "recall_1",
+    ),
+    "rag": ({"qampari": "subspans", "quest": "subspans"}, "subspan"),
+    "sql": ({}, "same_rows"),
+    "icl": ({}, "first_entry"),
+}
+
+
+class LoftRow(BenchmarkRow):
+    """LOFT (arXiv 2406.13121): a prompt with its corpus, and the right answers of its one turn in Python's notation."""
+
+    prompt_id: str
+    prompt: Text
+    targets: str
+
+    @override
+    def example(self, path: Path) -> tuple[str, Example]:
+        name = named(path).partition(":")[0]
+        parts = re.fullmatch(r"(retrieval|rag|sql|icl)_(\w+)_(?:32k|128k|1m)_\w+", name)
+        if parts is None:
+            raise ValueError('the file\'s name is not that of a prompt of LOFT, as in "rag_nq_128k_test:few_shot.csv"')
+        task, dataset = parts.groups()
+        found = constant(self.targets)
+        answers = found[0] if isinstance(found, list | tuple) and len(found) == 1 else ()
+        if task == "icl" and answers:  # the words of the answer, each of which is right
+            answers = answers[0]
+        if not isinstance(answers, list | tuple) or not answers:
+            raise ValueError("targets are not the answers of one turn")
+        several, otherwise = _LOFT[task]
+        return name, Example(
+            prompt=self.prompt,
+            question=self.prompt.rpartition("Now let's start! ======\n")[2],
+            references=tuple(repr([*each]) if task == "sql" else str(each) for each in answers),
+            metric=several.get(dataset, otherwise),
+            max_tokens=_LONG_MAX_TOKENS,
+            whole=True,
+        )
 
 
 _FORMATS: tuple[type[BenchmarkRow], ...] = (
@@ -469,6 +675,10 @@ _FORMATS: tuple[type[BenchmarkRow], ...] = (
     ScBenchRow,
     MathRow,
     GpqaRow,
+    MrcrRow,
+    LoogleRow,
+    HelmetRerankRow,
+    LoftRow,
     AimeRow,  # the fewest fields: a row that also fits another benchmark belongs to that one
 )
 
@@ -567,7 +777,7 @@ def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows, counted without the header; a row of several lines counts as one."""
     hint = "the first row names the columns, every other one has a field for each"
     number = 0
-    csv.field_size_limit(len(text) + 1)  # a field may hold a long document
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))  # a field may hold a long document
     try:
         for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
             if None in row or None in row.values():

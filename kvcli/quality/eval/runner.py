@@ -267,13 +267,15 @@ class Evaluation:
             raise KvcliError(what, "use a text without tokens that the model never writes, such as special ones")
         teacher = sequence.sampler if isinstance(sequence.sampler, TeacherForcing) else None
         answer = sequence.token_ids[len(read.turns) :]
-        text = sequence.detokenizer.text
+        text = said = sequence.detokenizer.text
         if read.turns:
-            text = str(self.model.tokenizer.decode(answer, skip_special_tokens=True))
+            text = said = str(self.model.tokenizer.decode(answer, skip_special_tokens=True))
+        elif sequence.detokenizer.thoughts is not None:
+            _, said = sequence.detokenizer.thoughts  # what a model thinks is no answer
         return {
             "sample": sequence.sample,
             "text": text,
-            "score": None if teacher else _score(text, example),
+            "score": None if teacher else _score(said, example),
             "finish_reason": sequence.finish_reason,
             "prompt_tokens": len(read.ids),
             "cut_tokens": read.cut,

@@ -1,8 +1,8 @@
 """Scorers by name: how right an answer is, 0 to 1, as RULER and LongBench define it.
 
 RULER: arXiv 2404.06654. LongBench: arXiv 2308.14508, metrics.py and eval.py of its repository, whose choices are kept
-even where they are surprising; v2: arXiv 2412.15204. The scorers of InfiniteBench and of final answers have modules of
-their own.
+even where they are surprising; v2: arXiv 2412.15204. The scorers of InfiniteBench, of final
+answers, and of MRCR, LooGLE, HELMET and LOFT have modules of their own.
 
 lm-evaluation-harness scores LongBench and InfiniteBench as well. Its functions are not used here: they come with tasks
 that load data from the hub, those of LongBench need fuzzywuzzy, which is under the GPL, and those of InfiniteBench stem
@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.quality.eval import final_answer, infinitebench
+from kvcli.quality.eval import final_answer, infinitebench, long_context
 from kvcli.quality.tasks import recall
 
 Scorer = Callable[[str, Sequence[str], Sequence[str]], float]
@@ -83,13 +83,13 @@ def character_f1(text: str, reference: str) -> float:
     return f1(characters_zh(text), characters_zh(reference))
 
 
-def rouge_l(text: str, reference: str) -> float:
-    """Return the F1 of ROUGE-L by the package rouge, LongBench's choice; 0 if either is empty."""
+def rouge_l(text: str, reference: str, part: str = "f") -> float:
+    """Return the F1 "f" of ROUGE-L by the package rouge (LongBench), or its recall "r" (LooGLE); 0 if one is empty."""
     try:
         scores = _library("rouge").Rouge(metrics=["rouge-l"]).get_scores([text], [reference])
     except (ValueError, RecursionError):  # the benchmark counts what the package cannot score as 0
         return 0.0
-    return float(scores[0]["rouge-l"]["f"])
+    return float(scores[0]["rouge-l"][part])
 
 
 def rouge_l_zh(text: str, reference: str) -> float:
@@ -151,6 +151,16 @@ def why_unscorable(metric: str, references: Sequence[str], choices: Sequence[str
         return "metric 'classification' needs all_classes, which only a row of LongBench has"
     if metric == "function_choice" and len(references) != 2:
         return "metric 'function_choice' needs two answers, the function's name and its letter"
+    if metric == "mrcr" and len(references) != 2:
+        return "metric 'mrcr' needs two answers, the text and its prefix"
+    forms = {"cloze": (dict, "mappings"), "same_rows": (list, "lists")}
+    if metric in forms:
+        form, named = forms[metric]
+        found = [long_context.constant(each) for each in references]
+        if not all(isinstance(each, form) and each for each in found):
+            return f"metric {metric!r} needs {named} for answers"
+    if metric == "ndcg_10" and not all(re.fullmatch(r"\d+ [1-9]\d{0,8}", each) for each in references):
+        return "metric 'ndcg_10' needs numbers of documents with their grades, as in '17 3'"
     if metric == "final_letter" and not set(references) <= set(final_answer.LETTERS):
         return "metric 'final_letter' needs a letter from A to D for an answer"
     pattern = (infinitebench.NUMERIC | final_answer.NUMERIC).get(metric)
@@ -180,6 +190,7 @@ SCORERS: dict[str, Scorer] = {
     "qa_f1_zh": best(qa_f1_zh),
     "character_f1": best(character_f1),
     "rouge_l": best(rouge_l),
+    "rouge_l_recall": best(partial(rouge_l, part="r")),
     "rouge_l_zh": best(rouge_l_zh),
     "rouge_lsum": best(rouge_lsum),
     "code_similarity": best(code_similarity),
@@ -190,16 +201,23 @@ SCORERS: dict[str, Scorer] = {
     "math_verify": best(math_verify),
     "final_integer": best(final_answer.final_integer),
     "final_letter": best(final_answer.final_letter),
+    "cloze": best(long_context.cloze),
+    "label": best(long_context.label),
     **infinitebench.SCORERS,
+    **long_context.SCORERS,
 }
 """By the names that the tables of prompts, and a row's own field `metric`, use."""
 
-OVERLAP = ("qa_f1", "qa_f1_zh", "character_f1", "rouge_l", "rouge_l_zh", "rouge_lsum", "code_similarity", "mixed")
+OVERLAP = (
+    *("qa_f1", "qa_f1_zh", "character_f1", "rouge_l", "rouge_l_recall", "rouge_l_zh", "rouge_lsum"),
+    *("code_similarity", "mixed"),
+)
 """Metrics by which good answers, too, score far below 1: they share only a part of a reference's words."""
 
 NEEDS: dict[str, str] = {
     "qa_f1_zh": "jieba",
     "rouge_l": "rouge",
+    "rouge_l_recall": "rouge",
     "rouge_l_zh": "jieba",
     "rouge_lsum": "rouge_score",
     "code_similarity": "rapidfuzz",

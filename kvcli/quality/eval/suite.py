@@ -47,7 +47,7 @@ class EvaluationPlan:
     """What to evaluate. `lengths` are tokens of a prompt; `limit` documents of every task and length.
 
     A `disk`, if given, takes the KV of methods that keep some in host memory. `predictions` is a file that grows during
-    the run, and from which a run that was cut off continues.
+    the run, and from which a run that was cut off continues. `kvpress` is the folder of a run in kvpress's form.
     """
 
     model: ModelSpec
@@ -62,6 +62,7 @@ class EvaluationPlan:
     template: Template = field(default_factory=Template)
     predictions: Path | None = None
     disk: DiskOptions | None = None
+    kvpress: Path | None = None
 
 
 @dataclass(frozen=True)

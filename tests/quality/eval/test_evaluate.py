@@ -21,6 +21,7 @@ from kvcli.quality.eval.formats import read_examples
 from kvcli.quality.eval.layout import tables
 from kvcli.quality.eval.runner import Evaluation
 from kvcli.quality.eval.suite import EvaluationPlan
+from kvcli.runtime.detokenizer import StreamingDetokenizer
 from kvcli.runtime.sampling import Sampling, TeacherForcing
 from kvcli.telemetry.observer import Observer
 
@@ -165,6 +166,15 @@ def test_every_task_gives_a_figure_for_every_variant(folder, tmp_path):
     assert figures["mine", None, "full"].length is None
     assert figures["mine", None, "full"].metric == "qa_f1"
     assert table.complete
+
+
+def test_what_is_thought_is_no_answer(folder, tmp_path, monkeypatch):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"context": TEXT[:400], "question": "Who?", "answer": "fox", "metric": "contains"}))
+    for told, wanted in (("The fox.", 100), ("The dog.", 0)):
+        monkeypatch.setattr(StreamingDetokenizer, "thoughts", property(lambda _, told=told: ("The fox?", told)))
+        table = evaluate(plan(folder, [str(file)], max_tokens=4), Observer())
+        assert [each.score.value for each in table.results] == [wanted, wanted]
 
 
 def test_variants_read_apart_answer_as_those_read_together(folder, monkeypatch):

@@ -44,6 +44,21 @@ def test_turns_go_on_where_the_prompt_ends(tokenizer, raw):
     assert encoded.room == len(encoded.turns) + 9
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_turns_that_are_read_stand_in_the_prompt(tokenizer, raw):
+    example = replace(EXAMPLE, prompt="Who?", turns=(("Ann.", "And when?"),), turns_read=True)
+    encoded = encode_example(example, Template(raw=raw), tokenizer, None, None)
+    chat = "<user>Who?\n<assistant>Ann.\n<user>And when?\n<assistant>"
+    assert spelled(tokenizer, encoded.ids) == ("Who? Ann.\n\nAnd when?" if raw else chat)
+    assert (encoded.turns, encoded.room) == ([], 9)
+
+
+def test_a_prompt_that_is_never_cut_and_too_long_is_named(tokenizer):
+    with pytest.raises(KvcliError, match="leaves no room") as raised:
+        encode_example(replace(EXAMPLE, whole=True), Template(), tokenizer, None, 20)
+    assert "leave that row out" in raised.value.hint
+
+
 def test_a_template_that_rewrites_what_was_said_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template

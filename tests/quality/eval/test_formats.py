@@ -179,6 +179,130 @@ def test_any_other_file_with_context_question_and_answer(tmp_path):
     assert one(tmp_path, "mine.jsonl", row | {"metric": "contains", "answer": ["a", 5]})[1].references == ("a", "5")
 
 
+SAID = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 3, "abcde", strict=False)]
+MRCR = {
+    "prompt": json.dumps(SAID),
+    "answer": "x9b",
+    "random_string_to_prepend": "x9",
+    "n_needles": 2,
+    "desired_msg_index": 1,
+    "total_messages": 5,
+    "n_chars": 5,
+    "date_added": "04-12-2025",
+}
+
+
+def test_mrcr_is_a_conversation_that_is_read_whole(tmp_path):
+    task, example = one(tmp_path, "2needle.jsonl", MRCR)
+    assert (task, example.metric, example.references) == ("2needle", "mrcr", ("x9b", "x9"))
+    assert (example.prompt, example.turns, example.question) == ("a", (("b", "c"), ("d", "e")), "e")
+    assert example.whole
+    assert example.turns_read
+    for prompt, said in (("a", "not a JSON list"), ('[{"role": "assistant", "content": "a"}]', "in turns")):
+        with pytest.raises(KvcliError, match=said):
+            one(tmp_path, "2needle.jsonl", MRCR | {"prompt": prompt})
+
+
+LOOGLE = {
+    "input": "Hay {1}.",
+    "title": "t",
+    "qa_pairs": "[{'Q': 'Who?', 'A': 'Ann', 'type': 'x', 'S': ['Hay.']}, {'S': 'Hay.', 'Q': 'When?', 'A': 12}]",
+    "output": "none",
+}
+
+
+def test_loogle_asks_every_question_of_a_document(tmp_path):
+    first, second = read(tmp_path, "longdep_qa.jsonl", LOOGLE)["longdep_qa"]
+    wording = "Please answer the question based on the long texts below. \nHay {1}.\nQuestion: "
+    assert (first.prompt, second.prompt) == (f"{wording}Who?\nAnswer: ", f"{wording}When?\nAnswer: ")
+    assert (first.metric, first.max_tokens, second.references) == ("rouge_l_recall", 500, ("12",))
+    asked = read_examples(tmp_path / "longdep_qa.jsonl", requests=True)["longdep_qa"][0]
+    assert (asked.shared, asked.question) == (wording.removesuffix("\nQuestion: "), "")
+    paper = LOOGLE | {"qa_pairs": "none", "output": "It says hay.", "question": "none"}
+    _, example = one(tmp_path, "longdep_summarization.jsonl", paper)
+    assert example.prompt == "Please generate a summary of the below paper. \nHay {1}.\n Summarization: "
+    assert example.references == ("It says hay.",)
+    masked = LOOGLE | {"qa_pairs": str([{"Q": "<mask-0> ran.", "S": "s", "A": {"<mask-0>": "Ann"}}])}
+    _, example = one(tmp_path, "shortdep_cloze.jsonl", masked)
+    assert (example.metric, example.references, example.max_tokens) == ("cloze", ('{"<mask-0>": "Ann"}',), 50)
+    assert "{'<mask-0>': 'Bob'," in example.prompt
+    with pytest.raises(KvcliError, match="loogle has no task 'other'"):
+        one(tmp_path, "other.jsonl", LOOGLE)
+    with pytest.raises(KvcliError, match="questions Q with answers A"):
+        one(tmp_path, "longdep_qa.jsonl", LOOGLE | {"qa_pairs": "[{'Q': 1}]"})
+    with pytest.raises(KvcliError, match="neither questions nor an output"):
+        one(tmp_path, "longdep_qa.jsonl", LOOGLE | {"qa_pairs": "[]"})
+
+
+def test_loogle_as_the_hub_and_kvpress_have_it(tmp_path):
+    hub = {"context": "Hay.", "question": "Who?", "answer": "Ann", "evidence": ["Hay."], "title": "t"}
+    task, example = one(tmp_path, "shortdep_qa.jsonl", hub)
+    assert (task, example.metric, example.max_tokens) == ("shortdep_qa", "rouge_l_recall", 300)
+    assert example.prompt.endswith("below. \nHay.\nQuestion: Who?\nAnswer: ")
+    row = KVPRESS | {"task": "shortdep_cloze", "answer": '{"<mask-0>": "Ann"}', "max_new_tokens": 50}
+    assert one(tmp_path, "test.jsonl", row)[1].metric == "cloze"
+
+
+def rerank(qid, *grades):
+    passages = [{"id": str(n), "text": f"t{n}", "label": grade} for n, grade in enumerate(grades, 1)]
+    return {"qid": qid, "query": f"query {qid}", "ctxs": passages}
+
+
+def test_helmets_ranking_comes_after_two_examples_of_other_questions(tmp_path):
+    with pytest.raises(KvcliError, match="k10_dep3"):
+        one(tmp_path, "none/k50.jsonl", rerank("a", 0, 2))
+    shown = [rerank(qid, 1, 0, 3) for qid in "aabbccdd"]
+    for number, row in enumerate(shown):
+        row["ctxs"][0] |= {"text": f"row {number}", "title": "T"}
+    (tmp_path / "test_reranking_data_k10_dep3.jsonl").write_text("\n".join(map(json.dumps, shown)))
+    task, example = one(tmp_path, "k50.jsonl", rerank("a", 0, 2))
+    assert (task, example.metric, example.references) == ("k50", "ndcg_10", ("2 2",))
+    assert (example.raw, example.first_line, example.max_tokens) == (True, True, 200)
+    _, _, rest = example.prompt.partition("Ranking: ID3 > ID1 > ID2\n\n")
+    ranked = "[ID: 1] Document (Title: T): row {}\n\n[ID: 2] Document: t2\n\n"
+    ranked += "[ID: 3] Document: t3\n\nQuery: query {}\nRanking: 3 > 1 > 2\n\n"
+    own = "[ID: 1] Document: t1\n\n[ID: 2] Document: t2\n\nQuery: query a\nRanking:"
+    # The rows that HELMET's own lines chose with the package datasets, 5.2: filter, shuffle, one of each question.
+    assert rest == ranked.format(2, "b") + ranked.format(4, "c") + own
+    _, example = one(tmp_path, "k50.jsonl", rerank("b", 1, 2))
+    assert ranked.format(6, "d") + ranked.format(1, "a") in example.prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "metric", "references"),
+    [
+        ("retrieval_nq_128k_test", (("35",),), "recall_1", ("35",)),
+        ("retrieval_musique_1m_dev", (("35", "7"),), "mrecall_5", ("35", "7")),
+        ("rag_nq_32k_test", (("Spain", "Rome"),), "subspan", ("Spain", "Rome")),
+        ("rag_quest_128k_test", (("Spain",),), "subspans", ("Spain",)),
+        ("sql_spider_128k_test", ((("Gates", 1), ("Hall", 2)),), "same_rows", ("['Gates', 1]", "['Hall', 2]")),
+        ("icl_date_understanding_32k_test", ((("(D)",),),), "first_entry", ("(D)",)),
+    ],
+)
+def test_loft_as_its_script_writes_prompts(tmp_path, name, targets, metric, references):
+    path = tmp_path / f"{name}:few_shot_with_cot.csv"
+    prompt = "ID: 35 | CONTENT: hay\n====== Now let's start! ======\nquery: who?"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["", "prompt_id", "prompt", "targets"], [0, "q1", prompt, str(targets)]])
+    ((task, (example,)),) = read_examples(path).items()
+    assert (task, example.metric, example.references) == (name, metric, references)
+    assert (example.prompt, example.question, example.whole) == (prompt, "query: who?", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "said"),
+    [
+        ("mine", "(('35',),)", "not that of a prompt of LOFT"),
+        ("rag_nq_32k_test", "(('a',), ('b',))", "one turn"),
+        ("rag_nq_32k_test", "a", "one turn"),
+    ],
+)
+def test_what_is_no_prompt_of_loft_is_named(tmp_path, name, targets, said):
+    row = {"prompt_id": "q", "prompt": "p", "targets": targets}
+    with pytest.raises(KvcliError, match=said):
+        one(tmp_path, f"{name}.jsonl", row)
+
+
 def test_math500(tmp_path):
     task, example = one(tmp_path, "test.jsonl", MATH)
     assert (task, example.metric, example.references) == ("math500", "math_verify", (r"\frac{1}{2}",))
@@ -294,6 +418,10 @@ GOOD = '{"context": "c", "question": "q", "answer": "a"}'
         (['{"context": "c", "question": "q", "answer": "a", "metric": ["qa_f1"]}'], "line 1: metric should be a valid"),
         (['{"context": "c", "question": "q", "answer": "a", "metric": "function_choice"}'], "needs two answers"),
         (['{"context": "c", "question": "q", "answer": "x", "metric": "leading_integers"}'], "needs numbers"),
+        (['{"context": "c", "question": "q", "answer": "x", "metric": "mrcr"}'], "two answers"),
+        (['{"context": "c", "question": "q", "answer": "{}", "metric": "cloze"}'], "needs mappings"),
+        (['{"context": "c", "question": "q", "answer": "17 0", "metric": "ndcg_10"}'], "with their grades"),
+        (['{"context": "c", "question": "q", "answer": "x", "metric": "same_rows"}'], "needs lists"),
         (['{"context": "c", "question": "q", "answer": false}'], "line 1: answer holds no answers"),
         (['{"context": "c\\ud800", "question": "q", "answer": "a"}'], "line 1: bad JSON"),
         ([json.dumps(LONGBENCH | {"dataset": "trec", "all_classes": None})], "line 1: .*needs all_classes"),

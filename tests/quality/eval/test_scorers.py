@@ -73,6 +73,51 @@ from kvcli.quality.eval.scorers import SCORERS, score
         ("function_choice", "The answer is: parse", ["parse", "B"], 1),
         ("function_choice", "The correct option is: C", ["parse", "B"], 0),
         ("function_choice", "parse", ["parse", "B"], 0),
+        # MRCR: difflib gives 2 * matches / both lengths, after the prefix that must be there.
+        ("mrcr", "aYabcd", ["aYabcd", "aY"], 1),
+        ("mrcr", "aYabXd", ["aYabcd", "aY"], 2 * 3 / 8),
+        ("mrcr", "abcd", ["aYabcd", "aY"], 0),
+        ("mrcr", " aYabcd", ["aYabcd", "aY"], 0),
+        ("mrcr", "", ["aYabcd", "aY"], 0),
+        # LooGLE: the recall of ROUGE-L; masks that are named alike.
+        ("rouge_l_recall", "the cat sat on the mat", ["the cat was on the mat"], 4 / 5),
+        ("rouge_l_recall", "a b c d", ["a c"], 1),
+        ("cloze", "{'<mask-0>': 'Ann', '<mask-1>': 'Rome'}", ['{"<mask-0>": "Ann", "<mask-1>": "Paris"}'], 1 / 2),
+        ("cloze", '{"<mask-0>": "Ann"}', ['{"<mask-0>": "Ann"}'], 1),
+        ("cloze", "['Ann']", ['{"<mask-0>": "Ann"}'], 0),
+        ("cloze", "{'<mask-0>': open('x')}", ['{"<mask-0>": "Ann"}'], 0),
+        ("cloze", "(" * 10_000, ['{"<mask-0>": "Ann"}'], 0),
+        # HELMET: a label, and NDCG@10 of documents 7 (grade 3), 2 (grade 1) and others.
+        ("label", " 12\ntext", ["12"], 1),
+        ("label", "I say\nLabel: label: The 12.\n13", ["12"], 1),
+        ("label", "112", ["12"], 0),
+        ("ndcg_10", "ID7 > ID2 > ID9", ["7 3", "2 1"], 1),
+        ("ndcg_10", "[2] > [7]\n3", ["7 3", "2 1"], (1 + 3 / 1.5849625) / (3 + 1 / 1.5849625)),
+        ("ndcg_10", "9 > 9 > 7", ["7 3", "2 1"], (3 / 1.5849625) / (3 + 1 / 1.5849625)),  # 9 counts once
+        ("ndcg_10", "7", ["7 3", "2 1"], 3 / (3 + 1 / 1.5849625)),
+        ("ndcg_10", "11 > 12 > 13 > 14 > 15 > 16 > 17 > 18 > 19 > 20 > 7", ["7 3"], 0),
+        ("ndcg_10", "no ranking", ["7 3"], 0),
+        ("ndcg_10", "", ["7 3"], 0),
+        # LOFT: the list behind "Final Answer:".
+        ("recall_1", "TITLE: a | ID: 35\n\nFinal Answer: ['35', '7']", ["35"], 1),
+        ("recall_1", "**Final Answer:** [35]", ["35", "36"], 1 / 2),
+        ("recall_1", "Final Answer: ['7', '35']", ["35"], 0),
+        ("recall_1", "Final Answer: [id1]", ["id1"], 0),  # no constant
+        ("mrecall_2", "Final Answer: ['1', '2', '3']", ["2", "1"], 1),
+        ("mrecall_2", "Final Answer: ['1', '3', '2']", ["2", "1"], 0),
+        ("mrecall_3", "Final Answer: ['1', '2', '3']", ["1", "2", "3", "4"], 1),
+        ("mrecall_5", "Final Answer: []", ["1"], 0),
+        ("subspan", "Final Answer: ['in the city of Paris']", ["Rome", "paris"], 1),
+        ("subspan", "Final Answer: ['Rome', 'Paris']", ["Paris"], 0),  # the first one decides
+        ("subspan", "Final Answer: ['the devil's sleep']", ["Devils sleep"], 1),
+        ("subspans", "Final Answer: ['Ann Lee', 'Bo']", ["Bo", "Ann"], 1),
+        ("subspans", "Final Answer: ['Ann and Bo']", ["Bo", "Ann"], 0),  # one entry cannot stand for two
+        ("subspans", "Final Answer: ['Ann Bo', 'Ann']", ["Ann", "Bo"], 1),  # the other way round
+        ("same_rows", "Final Answer: [['gates', 2], ['Lambeau', 1]]", ['["Lambeau", 1.0]', '["Gates", "2.00"]'], 1),
+        ("same_rows", "Final Answer: [28]", ["[28]"], 1),
+        ("same_rows", "Final Answer: [[28], [28]]", ["[28]"], 0),
+        ("first_entry", "Final Answer: ['(D)']", ["(D)"], 1),
+        ("first_entry", "Final Answer: ['(A)', '(D)']", ["(D)"], 0),
     ],
 )
 def test_worked_examples(metric, text, references, wanted):
@@ -109,6 +154,9 @@ def test_a_library_that_is_missing_is_named_with_the_extra(monkeypatch):
     scorers.check_installed("qa_f1")
 
 
-@pytest.mark.parametrize("metric", [name for name in SCORERS if name not in ("classification", "function_choice")])
+SEVERAL = {"classification", "function_choice", "mrcr", "ndcg_10"}  # references of a form of their own
+
+
+@pytest.mark.parametrize("metric", sorted(SCORERS.keys() - SEVERAL))
 def test_an_empty_answer_scores_nothing(metric):
     assert score(metric, "", ["12"]) == 0
