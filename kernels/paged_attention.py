@@ -393,9 +393,9 @@ def paged_decode_attention(
     return None
 
 
-def can_bring(host: HostPages) -> bool:
-    """Return whether attention itself can bring missing pages: they are not quantised, nor do programs share a row."""
-    return host.format is None and host.block_shape[2] <= WIDEST
+def can_bring(host: HostPages, rows: PagedKV) -> bool:
+    """Return whether attention itself can bring pages into these rows: as they are, and by one program for each row."""
+    return host.format is None and rows.k.shape[3] <= WIDEST and not rows.in_place
 
 
 def _splits(q: Tensor, pairs: int, blocks: int) -> int:
@@ -433,5 +433,5 @@ def _check(
     if missing is not None:
         missing.host.check(rows)
         missing.misses.check(b, num_kv_heads, rows.layout.selected)
-        if rows.in_place or not can_bring(missing.host):
+        if not can_bring(missing.host, rows):
             raise ValueError("attention does not bring pages that are quantised, wide or not in slots: gather them")

@@ -13,11 +13,13 @@ import pytest
 import torch
 import triton_cases
 from kernel_modules import kernel_modules, kernel_names
-from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
+from triton_cases import CASES, LATENT, ODD, TOLERANCE, Draw, compare, misses_of, quantised_host_of, rows_of
 
 from kvcli.conformance.crossed import some
 from kvcli.kernels import _triton, group_pooling, page_scores, paged_attention, topk
 from kvcli.kernels.page_table import MissList, SlotLayout
+from kvcli.kernels.recall import Missing
+from kvcli.kernels.softmax import Softmax
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -185,6 +187,15 @@ def test_what_a_program_cannot_hold_is_read_again(kernels_take_all, case, monkey
     monkeypatch.setattr(topk, "BLOCK", 16 if "long" not in case.name else 8192)
     sizes = ODD if "long" not in case.name else ODD._replace(layout=ODD.layout._replace(selected=8000))
     assert compare(case, torch.float32, DEVICE, sizes).problem == ""
+
+
+def test_attention_refuses_to_bring_what_it_cannot_read():
+    draw = Draw(torch.float32, torch.device("cpu"))
+    rows, host = rows_of(draw, ODD), quantised_host_of(draw, ODD, "int8")
+    missing = Missing(host, misses_of(draw, ODD, ODD.layout.selected, ODD.pages))
+    q = draw(ODD.b, ODD.hk * ODD.g, ODD.d)
+    with pytest.raises(ValueError, match="quantised, wide or not in slots"):
+        paged_attention.paged_decode_attention(q, rows, Softmax(1.0), torch.empty_like(q), missing=missing)
 
 
 @pytest.mark.parametrize("first", [0, 2])

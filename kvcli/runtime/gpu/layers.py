@@ -469,7 +469,8 @@ class Recalls:
         self.resident, self.asked = slots.tensors["resident"], found.asked
         self.back_end = recall_of(fetch)
         self.rebuild = fetch.rebuild(slots) if fetch.rebuild is not None else None
-        self.by_attention = isinstance(self.back_end, Gather) and self.rebuild is None and can_bring(self.host)
+        plain = isinstance(self.back_end, Gather) and self.rebuild is None and self.slots is slots.rows
+        self.by_attention = plain and can_bring(self.host, self.slots)  # if attention waits for the pages
         pages, into = self.resident.new_empty(2, 2, *self.resident.shape)
         self.now = MissList(pages[0], into[0], found.missed_now)
         self.later = MissList(pages[1], into[1], found.missed_later)
