@@ -140,7 +140,7 @@ def blocks(size: int, d: int) -> dict[str, int]:
 
 BLOCK_ELEMENTS = 4096  # of keys, or of their maxima and as many minima, held at once per program
 ALONE = 8192  # pages of a KV head that one program handles in about the time of two launches, in its registers
-WARPS = ((1024, 4), (2048, 8), (ALONE, 16))  # pages of a KV head, and the warps that are enough to choose from them
+FEW = 1024  # pages of a KV head for which 4 warps are enough
 
 
 def page_scores_ref(q: Tensor, summary: Tensor, scale: float, pooling: HeadPooling) -> Tensor:
@@ -349,7 +349,7 @@ def score_pages(
         require_whole("heads", heads, (b, num_kv_heads), torch.bool)
     pairs, block_d = b * num_kv_heads, power_of_two(d)
     finishes, marks = num_pages <= ALONE and (selection is not None or pooling.endswith("_s")), None
-    warps = next(warps for most, warps in WARPS if num_pages <= most) if finishes else 4
+    warps = 8 if finishes and num_pages > FEW else 4
     block_n = rows_at_once(num_pages, block_d, BLOCK_ELEMENTS * warps // 4)
     left = GroupScores((b, num_kv_heads, num_heads // num_kv_heads, num_pages), pooling, -(-num_pages // block_n), out)
     if finishes and arrived is None:
@@ -383,7 +383,7 @@ def score_pages(
         # Neither sinks nor window are held; a sequence's last page may be one that has no summary yet.
         PICK_N=power_of_two(max(1, num_pages - layout.sink - max(0, layout.window - 1))),
         warps=warps,
-        registers=ALL_REGISTERS if d > 128 and warps <= 8 else None,  # so many as a multiprocessor has
+        registers=ALL_REGISTERS if d > 128 else None,
     )
     if not finishes:
         left.pool(lengths, layout, heads)
