@@ -38,7 +38,7 @@ from kvcli.models.loading import ModelSpec, read_config  # noqa: E402
 from kvcli.runtime.gpu.recorder import SerialStreams  # noqa: E402
 
 LENGTH = 131_072
-CHOOSING: dict[str, Any] = {"dense_layers": 0, "positions": "original"}  # settings, unless a switch turns them
+CHOOSING: dict[str, Any] = {"dense_layers": 0, "positions": "original", "retrieval": 0.75}  # unless a switch turns them
 TRACE = "tests/runtime/gpu/test_trace.py"
 
 
@@ -71,8 +71,10 @@ def planned(geometry: ModelGeometry, name: str, changed: dict[str, Any], prompt:
         cache.length = prompt
         if isinstance(cache, ShadowCache):
             cache.num_chunks = cache.layout.stored(prompt, prompt)
-        slots = cache.as_slots()  # made of tensors without bytes, before there are fake ones
-        cache.as_slots = lambda slots=slots: slots  # type: ignore[method-assign]
+        for part in [own for _, own in cache.apart] or [cache]:
+            part.length = prompt
+            slots = part.as_slots()  # made of tensors without bytes, before there are fake ones
+            part.as_slots = lambda slots=slots: slots  # type: ignore[method-assign]
     return method
 
 

@@ -280,7 +280,7 @@ def _score_kernel(
                 if FIRST:
                     marks += scores_of
                 target, scored = selected + chosen, pooled_out + scores_of
-                pick(scored, None, marks, table, 0, low, high, K, target, None, K, FIRST, True, BLOCK_K, PICK_N)
+                pick(scored, None, marks, table, low, low, high, K, target, None, K, FIRST, True, BLOCK_K, PICK_N)
                 if pages is not None:
                     tl.debug_barrier()
                     resolve_head(table, target, pages + chosen, slots + chosen, count + pair, K, BLOCK_K)
@@ -380,7 +380,8 @@ def score_pages(
         BLOCK_B=power_of_two(left.blocks),
         POOL_G=pool_g,
         POOL_N=pool_n,
-        PICK_N=power_of_two(num_pages),
+        # Neither sinks nor window are held; a sequence's last page may be one that has no summary yet.
+        PICK_N=power_of_two(max(1, num_pages - layout.sink - max(0, layout.window - 1))),
         warps=warps,
         registers=ALL_REGISTERS if d > 128 else None,
     )

@@ -6,6 +6,9 @@ Attention over all keys is merged from attention over parts of them; the sinks j
 
 s runs over disjoint parts of the keys: part is the output of one, norm its log-sum-exp (-inf where it has no keys).
 
+Pages that were chosen just before may still be in host memory. The program of a part brings what its rows lack, and
+then attends to them; other programs attend meanwhile.
+
 Shapes: parts [b, H, splits, d] and norms [b, H, splits] in fp32, sinks [H] -> out [d] of one head.
 """
 
@@ -32,6 +35,7 @@ from kvcli.kernels._triton import (
 from kvcli.kernels.append import NewToken, append_token_ref
 from kvcli.kernels.block_attention import add_sinks, block_attention_ref
 from kvcli.kernels.page_table import PagedKV, page_in_slot, row_positions, slot_of
+from kvcli.kernels.recall import LISTED, HostPages, Missing, bring_missing, gather_pages_ref
 from kvcli.kernels.softmax import Softmax, capped
 
 
@@ -93,6 +97,10 @@ def _attend_kernel(
     sinks: tl.tensor,
     arrived: tl.tensor,
     attended: tl.tensor,
+    addresses: tl.tensor,
+    missed_pages: tl.tensor,
+    missed_slots: tl.tensor,
+    missed: tl.tensor,
     q_batch: tl.tensor,
     q_head: tl.tensor,
     kv_batch: tl.tensor,
@@ -102,6 +110,12 @@ def _attend_kernel(
     new_head: tl.tensor,
     out_batch: tl.tensor,
     out_head: tl.tensor,
+    host_page: tl.tensor,
+    host_head: tl.tensor,
+    host_half: tl.tensor,
+    host_row: tl.tensor,
+    per_piece: tl.tensor,
+    most_pieces: tl.tensor,
     num_rows: tl.tensor,
     sink: tl.tensor,
     first: tl.tensor,
@@ -128,6 +142,9 @@ def _attend_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:
     pair, split = tl.program_id(0), tl.program_id(1)  # a KV head of a sequence, a part of its rows
     some = 0
@@ -152,6 +169,12 @@ def _attend_kernel(
     queries = tl.load(queries_at + c[None, :], mask=in_q, other=0.0)
     k += b * kv_batch + h * kv_head
     v += b * kv_batch + h * kv_head
+    if addresses is not None:
+        # fmt: off
+        bring_missing(addresses, missed_pages, missed_slots, missed, pair, b, h, begin, end, k, v, kv_row, host_page,
+                      host_head, host_half, host_row, per_piece, most_pieces, sink, K, SIZE, D, PARTS, BLOCK_K,
+                      BLOCK_N, BLOCK_D)
+        # fmt: on
     new_row = tl.full([], -1, tl.int32)
     if new_k is not None:
         if new_at is not None:
@@ -262,10 +285,14 @@ def paged_decode_attention_ref(
     heads: Tensor | None = None,
     span: int | None = None,
     kept: Tensor | None = None,
+    missing: Missing | None = None,
 ) -> None:
     """Reference of `paged_decode_attention`: sequence by sequence, in the precision of its input (at least fp32)."""
     num_kv_heads = rows.k.shape[1]
     heads = torch.ones(rows.k.shape[:2], dtype=torch.bool, device=q.device) if heads is None else heads
+    if missing is not None:
+        misses = missing.misses
+        gather_pages_ref(missing.host, misses._replace(counts=misses.counts * heads), rows)
     if new is not None:
         append_token_ref(rows, new, heads)
     positions = row_positions(rows.lengths, rows.layout, rows.resident).expand(*rows.k.shape[:2], -1)
@@ -291,19 +318,21 @@ def paged_decode_attention(
     heads: Tensor | None = None,
     span: int | None = None,
     kept: Tensor | None = None,
+    missing: Missing | None = None,
 ) -> None:
     """Append `new`, if given, to the rows and attend to them, the newest token included; write `out`.
 
     heads [b, Hk] bool: only these KV heads append and attend. Rows and outputs of other heads stay as they are, so that
     heads that have to wait can attend in a separate call. kept [b, Hk, slots * size] bool: only these rows of the slots
-    are attended to; they include the newest token's. A sequence of length 0 gets zeros. Can be captured in a CUDA
-    graph: launches and allocations (partial results, on the current stream) depend on shapes only.
+    are attended to; they include the newest token's. `missing` pages are brought into their slots, if attention
+    `can_bring` them. A sequence of length 0 gets zeros. Can be captured in a CUDA graph: launches and allocations
+    (partial results, on the current stream) depend on shapes only.
 
     Raises ValueError for shapes, dtypes or strides that the kernel cannot read.
     """
-    _check(q, rows, softmax, out, new, heads, kept)
+    _check(q, rows, softmax, out, new, heads, kept, missing)
     if not takes(q):
-        return paged_decode_attention_ref(q, rows, softmax, out, new, heads, span, kept)
+        return paged_decode_attention_ref(q, rows, softmax, out, new, heads, span, kept, missing)
     (b, num_heads, d), num_kv_heads = q.shape, rows.k.shape[1]
     num_rows = rows.layout.total * rows.layout.size
     groups, layout, block_d = num_heads // num_kv_heads, rows.layout, max(16, power_of_two(d))
@@ -322,12 +351,19 @@ def paged_decode_attention(
     block_h, block_s = min(MERGED, power_of_two(groups)), power_of_two(splits)
     parts = torch.empty(b, num_heads, splits, d, dtype=torch.float32, device=q.device)
     norms = torch.empty(b, num_heads, splits, dtype=torch.float32, device=q.device)
+    lists: tuple[Tensor | None, ...] = (None,) * 4
+    strides, brought = (0,) * 6, {"K": 0, "PARTS": 0, "BLOCK_K": 0}
+    if missing is not None:
+        host, k = missing.host, layout.selected
+        lists = host.addresses, *missing.misses
+        strides = *host.strides, host.per_piece, host.addresses.shape[1]
+        brought = {"K": k, "PARTS": host.parts, "BLOCK_K": min(LISTED, power_of_two(k))}
     launch(
         _attend_kernel,
         (b * num_kv_heads, splits, blocks),
         *(q, rows.k, rows.v, *(new or (None, None, None)), rows.resident, rows.lengths, heads, kept),
-        *(parts, norms, softmax.sinks, arrived, out, *q.stride()[:2], *rows.k.stride()[:3]),
-        *(*(new.k.stride()[:2] if new else (0, 0)), *out.stride()[:2]),
+        *(parts, norms, softmax.sinks, arrived, out, *lists, *q.stride()[:2], *rows.k.stride()[:3]),
+        *(*(new.k.stride()[:2] if new else (0, 0)), *out.stride()[:2], *strides),
         *(num_rows, layout.sink, layout.first, layout.ring, layout.window, layout.low),
         *(softmax.scale, softmax.softcap, span),
         HK=num_kv_heads,
@@ -347,6 +383,7 @@ def paged_decode_attention(
         BLOCK_H=block_h,
         BLOCK_M=min(block_d, max(16, MERGED_ELEMENTS // (block_h * block_s))),
         BLOCKS=blocks,
+        **brought,
         warps=warps,
         registers=ALL_REGISTERS if warps == 4 else None,  # there are two programs for a multiprocessor
         # Two tiles in flight; with a page table, whose entries are loads as well, the compiler makes it one, and fp32
@@ -354,6 +391,11 @@ def paged_decode_attention(
         stages=3 if rows.resident is None and q.element_size() == 2 and d <= WIDEST else 2,
     )
     return None
+
+
+def can_bring(host: HostPages, rows: PagedKV) -> bool:
+    """Return whether attention itself can bring pages into these rows: as they are, and by one program for each row."""
+    return host.format is None and rows.k.shape[3] <= WIDEST and not rows.in_place
 
 
 def _splits(q: Tensor, pairs: int, blocks: int) -> int:
@@ -370,6 +412,7 @@ def _check(
     new: NewToken | None,
     heads: Tensor | None,
     kept: Tensor | None,
+    missing: Missing | None,
 ) -> None:
     rows.check()
     (b, num_heads, _), num_kv_heads = q.shape, rows.k.shape[1]
@@ -387,3 +430,8 @@ def _check(
         require_whole("kept", kept, (b, num_kv_heads, rows.layout.total * rows.layout.size), torch.bool)
     if softmax.sinks is not None:
         require_whole("sinks", softmax.sinks, (num_heads,))
+    if missing is not None:
+        missing.host.check(rows)
+        missing.misses.check(b, num_kv_heads, rows.layout.selected)
+        if not can_bring(missing.host, rows):
+            raise ValueError("attention does not bring pages that are quantised, wide or not in slots: gather them")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -467,6 +467,73 @@ def _gather_kernel(
             target = b * kv_batch + h * kv_head + ((sink + slot).to(tl.int64) * SIZE + row) * kv_row
             inside = mine[:, None] & (c < D)[None, :]
             _bring_rows(source[:, None] + c[None, :], target[:, None] + c[None, :], inside, k, v, host_half, PARTS)
+
+
+class Missing(NamedTuple):
+    """Pages that are missing, and the host memory from which attention brings them before it reads their slots."""
+
+    host: HostPages
+    misses: MissList
+
+
+LISTED = 64
+"""Entries of a KV head's list of misses that a program looks at at once."""
+
+
+@jit
+def bring_missing(
+    addresses: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,
+    pair: tl.tensor,
+    b: tl.tensor,
+    h: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    kv_row: tl.tensor,
+    host_page: tl.tensor,
+    host_head: tl.tensor,
+    host_half: tl.tensor,
+    host_row: tl.tensor,
+    per_piece: tl.tensor,
+    most_pieces: tl.tensor,
+    sink: tl.tensor,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Bring what one KV head misses into its rows begin .. end, at `k` and `v`; the program may read them afterwards.
+
+    Others may bring other rows of the same page. All rows of a block are on their way at once.
+    """
+    missing = tl.load(count + pair)
+    if missing > 0:
+        c = tl.arange(0, BLOCK_D)
+        for start in range(begin, end, BLOCK_R):
+            row = start + tl.arange(0, BLOCK_R)
+            entry = tl.full([BLOCK_R], -1, tl.int32)  # of the list
+            for first in range(0, missing, BLOCK_K):
+                listed = first + tl.arange(0, BLOCK_K)
+                slot = tl.load(slots + pair.to(tl.int64) * K + listed, mask=listed < missing, other=0)
+                same = ((row // SIZE - sink)[:, None] == slot[None, :]) & (listed < missing)[None, :]
+                entry = tl.maximum(entry, tl.max(tl.where(same, listed[None, :], -1), axis=1))
+            mine = (entry >= 0) & (row < end)
+            page = tl.load(pages + pair.to(tl.int64) * K + entry, mask=mine, other=0)
+            address = tl.load(addresses + b * most_pieces + page // per_piece, mask=mine, other=0)
+            source = tl.multiple_of(address.to(tl.pointer_type(k.dtype.element_ty)), 16)  # see `_gather_kernel`
+            source += (page % per_piece).to(tl.int64) * host_page + h * host_head
+            source += (row % SIZE).to(tl.int64) * host_row
+            here = row.to(tl.int64)[:, None] * kv_row + c[None, :]
+            inside = mine[:, None] & (c < D)[None, :]
+            _bring_rows(source[:, None] + c[None, :], here, inside, k, v, host_half, PARTS)
+        tl.debug_barrier()
 
 
 def gather_pages(host: HostPages, misses: MissList, rows: PagedKV, programs: int = PROGRAMS) -> None:

@@ -137,7 +137,7 @@ def _mark(
 ) -> tl.tensor:
     """Mark the FIRST best entries and the resident ones with 1, all others with 0; return the number of ones."""
     some: tl.constexpr = min(BLOCK_N, 4096)  # as in `pick`
-    threshold, room = _threshold(row, None, None, 0, 0, low, high, FIRST, ONE, BLOCK_N)
+    threshold, room = _threshold(row, None, None, 0, low, low, high, FIRST, ONE, BLOCK_N)
     equal = 0
     for start in range(low, high, some):
         entry = start + tl.arange(0, some)

@@ -241,11 +241,13 @@ def method_on_fake_cuda(method, placement=None):
     method.context.tiers = replace(method.context.tiers, device=CUDA)
     method.context.placement = placement
     for layer, cache in enumerate(method.caches):
-        slots, there = cache.as_slots(), partial(on_fake_cuda, device=method.context.device(layer))
-        kv = slots.kv if slots.on_host else there(slots.kv)
-        slots = slots._replace(kv=kv, tensors={n: there(x) for n, x in slots.tensors.items()})
-        cache.as_slots = lambda slots=slots: slots
-        cache.adopt_slots = lambda _: None
+        there = partial(on_fake_cuda, device=method.context.device(layer))
+        for part in [own for _, own in cache.apart] or [cache]:
+            slots = part.as_slots()
+            kv = slots.kv if slots.on_host else there(slots.kv)
+            slots = slots._replace(kv=kv, tensors={n: there(x) for n, x in slots.tensors.items()})
+            part.as_slots = lambda slots=slots: slots
+            part.adopt_slots = lambda _: None
     for state in method.states.layers:
         state.update({name: on_fake_cuda(x) for name, x in state.items()})
     return method

@@ -12,7 +12,7 @@ from kvcli.models.geometry import LayerGeometry
 H, HK, D = 4, 2, 16
 
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "chunk": 4, "rank": 12, "local": 1}
-SMALL |= {"outliers": 2, "group": 8}
+SMALL |= {"outliers": 2, "group": 8, "retrieval": 0.75}
 STATED = [name for name in method_names() if read_card(name).gpu_step == GRAPH]
 
 

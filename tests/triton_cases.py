@@ -492,15 +492,19 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
 
 
 ATTENTION = ["plain", "softcap", "sinks", "softcap sinks", "span", "ring", "everything", "append", "append some heads"]
-ATTENTION += ["append at", "kept", "tokens", "early append", "in place append"]
+ATTENTION += ["append at", "kept", "tokens", "early append", "in place append", "missing values"]
+ATTENTION += ["missing tokens nhd append", "missing some heads hnd append"]
 
 
 @case(slot.paged_decode_attention, slot.paged_decode_attention_ref, ATTENTION)
 def _(draw: Draw, s: Sizes, variant: str) -> Call:
+    if "missing" in variant:
+        s = _of_tokens(s, variant)
     everything = SlotLayout.everything(s.pages, s.layout.size)
     layouts = {"ring": SlotLayout(1, 1, 0, 37), "everything": everything, "append at": everything}
     layouts["early append"] = s.layout._replace(early=True)
-    rows = rows_of(draw, s, TOKENS if "tokens" in variant else layouts.get(variant))
+    rows = rows_of(draw, s, TOKENS if variant == "tokens" else layouts.get(variant))
+    missing = _missing(draw, s, rows, variant) if "missing" in variant and s.d <= slot.WIDEST else None
     if variant == "in place append":
         kv = draw(s.b, 2, s.hk, s.pages * s.layout.size, s.d)
         rows = rows._replace(k=kv[:, 0], v=kv[:, 1], in_place=True)
@@ -515,7 +519,21 @@ def _(draw: Draw, s: Sizes, variant: str) -> Call:
         for x in (rows.k, rows.v):
             x.nan_to_num_()
     kept = draw.mask(s.b, s.hk, rows.layout.total * rows.layout.size) if variant == "kept" else None
-    return Call((q, rows, softmax, out, new, heads, 19 if variant == "span" else None, kept), [out, rows.k, rows.v])
+    args = (q, rows, softmax, out, new, heads, 19 if variant == "span" else None, kept, missing)
+    return Call(args, [out, rows.k, rows.v])
+
+
+def _missing(draw: Draw, s: Sizes, rows: PagedKV, variant: str) -> gather.Missing:
+    """Pages that are not in their slots yet: of some heads none, of one all, and none before slots are outgrown."""
+    host = host_of(draw, s, "nhd" if "nhd" in variant else "hnd", 1 if "values" in variant else 2)
+    misses = misses_of(draw, s, s.layout.selected, s.pages)
+    misses.counts.mul_(active(rows.lengths, s.layout)[:, None])
+    for b, h in misses.counts.nonzero().tolist():
+        for into in misses.slots[b, h, : misses.counts[b, h]].tolist():
+            start = (s.layout.sink + into) * s.layout.size
+            for x in (rows.k, rows.v)[-host.parts :]:
+                x[b, h, start : start + s.layout.size] = NAN
+    return gather.Missing(host, misses)
 
 
 @case(append.append_token, append.append_token_ref, ["at", "slots", "tokens"], exact=True)

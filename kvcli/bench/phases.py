@@ -225,7 +225,8 @@ def recording(place: Place, nvtx: bool = False) -> Timeline:
 
 
 # The Triton kernels (`kvcli.kernels`), by the beginnings of their names in a trace. The kernel that indexes the newest
-# token, or the page that it has completed, counts as offload: it does that and writes out.
+# token, or the page that it has completed, counts as offload: it does that and writes out. Attention that recalls its
+# pages itself counts as attention.
 _KERNEL_PHASES = {
     "_correct_kernel": "correction",
     **dict.fromkeys(("_score_kernel", "_pool_kernel", "_token_kernel", "_one_bit_kernel"), "score"),

@@ -159,8 +159,13 @@ class LayerCache(ABC):
         """Whether tensors keep their form for all further tokens, so that steps over slots can go on to the end."""
         return True
 
+    @property
+    def apart(self) -> Sequence[tuple[Tensor, LayerCache]]:
+        """The caches of sets of KV heads, and these heads [n] int64, where they hold different tokens; usually none."""
+        return ()
+
     def as_slots(self) -> LayerSlots | None:
-        """Lay the cache out in slots and return its tensors; None if it has no such form.
+        """Lay the cache out in slots and return its tensors; None if it has no such form, or its heads are `apart`.
 
         The caller owns the tensors from then on; only `adopt_slots` and `footprint` may be called afterwards.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from kvcli.kernels.decode_attention import TokenSet, attend_sets
 from kvcli.kernels.softmax import Softmax
-from kvcli.kv.cache import DenseCache, LayerCache, Tiers
+from kvcli.kv.cache import DenseCache, LayerCache, LayerSlots, Tiers
 from kvcli.kv.sliding import SlidingCache
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 
@@ -89,6 +90,19 @@ class HeadSplitCache(LayerCache):
             part_out = part.attend(groups[heads].flatten(0, 1), softmax._replace(sinks=sinks))
             out[heads] = part_out.view(len(heads), *groups.shape[1:])
         return out.view_as(q)
+
+    @property
+    @override
+    def apart(self) -> Sequence[tuple[Tensor, LayerCache]]:
+        return self.parts if len(self.parts) > 1 else ()
+
+    @override
+    def as_slots(self) -> LayerSlots | None:
+        return None if self.apart else self.parts[0][1].as_slots()
+
+    @override
+    def adopt_slots(self, slots: LayerSlots) -> None:
+        self.parts[0][1].adopt_slots(slots)
 
     @override
     def attended(self) -> Tensor:

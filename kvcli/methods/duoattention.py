@@ -29,6 +29,7 @@ from kvcli.kv.sliding import SlidingCache
 from kvcli.methods.config import MethodConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.razor import choose_heads
+from kvcli.methods.step import StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 
@@ -83,6 +84,11 @@ class DuoAttention(Method[DuoAttentionConfig, HeadSplitCache]):
             SlidingCache(layer.num_kv_heads - retrieval, d, window, tiers, self.config.sink),
             tiers,
         )
+
+    @property
+    @override
+    def step_plan(self) -> StepPlan:
+        return StepPlan()
 
     def statistics(self) -> dict[str, Any]:
         """Return the KV heads that keep everything, as pairs of layer and head."""

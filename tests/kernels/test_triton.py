@@ -13,10 +13,13 @@ import pytest
 import torch
 import triton_cases
 from kernel_modules import kernel_modules, kernel_names
-from triton_cases import CASES, LATENT, ODD, TOLERANCE, compare
+from triton_cases import CASES, LATENT, ODD, TOLERANCE, Draw, compare, misses_of, quantised_host_of, rows_of
 
 from kvcli.conformance.crossed import some
-from kvcli.kernels import _triton, group_pooling, paged_attention, topk
+from kvcli.kernels import _triton, group_pooling, page_scores, paged_attention, topk
+from kvcli.kernels.page_table import MissList, SlotLayout
+from kvcli.kernels.recall import Missing
+from kvcli.kernels.softmax import Softmax
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -158,6 +161,7 @@ def test_sums_of_many_blocks_are_merged_before_pooling(kernels_take_all, case, m
 
 POOLED = {"page_scores_device-mean_s", "choose_pages-max_s first", "token_scores_device-mean_s together softcap sinks"}
 MERGED = {"paged_decode_attention-append", "paged_decode_attention-softcap sinks"}
+MISSING = {case.name for case in CASES if case.name.startswith("paged_decode_attention-missing")}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in POOLED | MERGED], ids=lambda case: case.name)
@@ -170,9 +174,11 @@ def test_query_heads_and_what_is_pooled_of_them_come_in_several_turns(kernels_ta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in MERGED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in MERGED | MISSING], ids=lambda case: case.name)
 def test_a_program_of_attention_reads_several_blocks(kernels_take_all, case, dtype, monkeypatch):
+    """And a list of missing pages a few entries at a time."""
     monkeypatch.setattr(paged_attention, "BLOCKS", {2: (512, 4), 4: (512, 8)})
+    monkeypatch.setattr(paged_attention, "LISTED", 2)
     assert compare(case, dtype, DEVICE, ODD).problem == ""
 
 
@@ -181,3 +187,30 @@ def test_what_a_program_cannot_hold_is_read_again(kernels_take_all, case, monkey
     monkeypatch.setattr(topk, "BLOCK", 16 if "long" not in case.name else 8192)
     sizes = ODD if "long" not in case.name else ODD._replace(layout=ODD.layout._replace(selected=8000))
     assert compare(case, torch.float32, DEVICE, sizes).problem == ""
+
+
+def test_attention_refuses_to_bring_what_it_cannot_read():
+    draw = Draw(torch.float32, torch.device("cpu"))
+    rows, host = rows_of(draw, ODD), quantised_host_of(draw, ODD, "int8")
+    missing = Missing(host, misses_of(draw, ODD, ODD.layout.selected, ODD.pages))
+    q = draw(ODD.b, ODD.hk * ODD.g, ODD.d)
+    with pytest.raises(ValueError, match="quantised, wide or not in slots"):
+        paged_attention.paged_decode_attention(q, rows, Softmax(1.0), torch.empty_like(q), missing=missing)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_a_choice_holds_every_candidate_that_its_block_has_room_for(kernels_take_all, window, first):
+    """The last page of the sequence has no summary yet."""
+    layout, generator = SlotLayout(4, 2, 3, window), torch.Generator().manual_seed(0)
+    pages = layout.sink + 8 + max(0, window - 1)
+    bounds = torch.randn(2, 1, 2, pages, 8, generator=generator).sort(0, descending=True).values
+    q, lengths = torch.randn(1, 4, 8, generator=generator), torch.tensor([4 * pages + 1], dtype=torch.int32)
+    found = []
+    for choose in (page_scores.choose_pages, page_scores.choose_pages_ref):
+        misses = MissList.empty(1, 2, 3, torch.device("cpu"))
+        resident = torch.tensor([2, 5, pages - 1], dtype=torch.int32).expand(1, 2, 3).contiguous()
+        selection = topk.Selection(torch.empty_like(resident), resident, misses, first)
+        choose(q, bounds.movedim(0, 3).contiguous(), lengths, layout, 1.0, "max_qk", selection)
+        found.append([selection.selected, resident, misses.counts])
+    assert all(map(torch.equal, *found))

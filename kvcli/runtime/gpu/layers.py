@@ -24,20 +24,22 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvcli.kernels.append import NewToken, append_token
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, selected_count
-from kvcli.kernels.paged_attention import paged_decode_attention
+from kvcli.kernels.paged_attention import can_bring, paged_decode_attention
 from kvcli.kernels.query_similarity import Decision, Turn, correct_heads
+from kvcli.kernels.recall import Missing
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import Selection
 from kvcli.kv.cache import LayerSlots
 from kvcli.methods.step import BatchSlots, Best, Choice, Chosen, Correction, FromHost, StepIndex, StepPlan
-from kvcli.runtime.gpu.recall import recall_of
+from kvcli.runtime.gpu.recall import Gather, recall_of
 from kvcli.runtime.gpu.recorder import Point, Streams
 from kvcli.telemetry.counters import Count, Counters
 
@@ -331,10 +333,11 @@ class PlannedLayer:
             append_token(self.slots.by_position, new)
             self._take_in(new)
         if self.ahead is None:
-            rows, kept = self._chosen(q, softmax)
+            rows, kept, missing = self._chosen(q, softmax)
         else:
-            rows, kept, self.ahead = self.rows, None, None
-        paged_decode_attention(q, rows, softmax, out, None if self.index.needs_newest else new, kept=kept)
+            rows, kept, missing, self.ahead = self.rows, None, None, None
+        own = None if self.index.needs_newest else new
+        paged_decode_attention(q, rows, softmax, out, own, kept=kept, missing=missing)
         if not self.index.needs_newest:
             self.streams.submit(self.stream, partial(self._take_in, new), [self.streams.mark()])
         return out
@@ -352,13 +355,12 @@ class PlannedLayer:
         """Whether the host needs to know something of a step, so that it cannot be captured."""
         return self.recalls is not None and self.recalls.back_end.waits_for_device
 
-    def _chosen(self, q: Tensor, softmax: Softmax) -> tuple[PagedKV, Tensor | None]:
-        """Choose before attention: return the rows to attend to, and which of them are kept."""
+    def _chosen(self, q: Tensor, softmax: Softmax) -> tuple[PagedKV, Tensor | None, Missing | None]:
+        """Choose before attention: return the rows to attend to, which of them are kept, and which are missing."""
         if self.recalls is None:
             chosen = self.select(q, self.active, softmax)
-            return self.rows._replace(resident=chosen.pages), chosen.kept
-        self.bring(q, self.active, self.recalls.now, softmax)
-        return self.rows, None
+            return self.rows._replace(resident=chosen.pages), chosen.kept, None
+        return self.rows, None, self.lacking(q, self.active, softmax)
 
     def _take_in(self, new: NewToken) -> None:
         """Index and write out the newest token, or the page or block that it has completed."""
@@ -369,9 +371,10 @@ class PlannedLayer:
         """Attend to the choice of the step before, except for heads that turned; then choose for the next step.
 
         On the main stream the queries are compared, and the heads that reuse attend. In parallel, in `correction`, the
-        heads that turned too far select, recall and attend; the layer waits for them. In a recall stream the heads that
-        reused select and recall for the next step, once attention has read their slots; the step waits for that at its
-        end. A stream with nothing to do costs the launches of kernels that return at once: the host is not asked.
+        heads that turned too far select, recall and attend, the last two in one kernel if possible; the layer waits for
+        them. In a recall stream the heads that reused select and recall for the next step, once attention has read
+        their slots; the step waits for that at its end. A stream with nothing to do costs the launches of kernels that
+        return at once: the host is not asked.
         """
         recalls = self.recalls
         assert recalls is not None
@@ -379,8 +382,8 @@ class PlannedLayer:
         decided = self.streams.mark()
 
         def correct() -> None:
-            self.bring(heads.query, heads.waiting, recalls.now, softmax)
-            paged_decode_attention(q, self.rows, softmax, out, new, heads.waiting)
+            missing = self.lacking(heads.query, heads.waiting, softmax)
+            paged_decode_attention(q, self.rows, softmax, out, new, heads.waiting, missing=missing)
 
         corrected: Point = self.streams.submit("correction", correct, [decided])
         paged_decode_attention(q, self.rows, softmax, out, new, heads.others)
@@ -395,11 +398,25 @@ class PlannedLayer:
 
     def bring(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> None:
         """Select for `heads` [b, Hk], update the page table, and recall the missing pages."""
+        self._resolve(q, heads, misses, softmax).bring(misses)
+
+    def lacking(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Missing | None:
+        """Do the same before attention; if attention can recall pages itself, return those that it is to recall."""
+        assert self.recalls is not None
+        misses = self.recalls.now
+        recalls = self._resolve(q, heads, misses, softmax)
+        if recalls.by_attention:
+            return Missing(recalls.host, misses)
+        recalls.bring(misses)
+        return None
+
+    def _resolve(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> Recalls:
+        """Select for `heads`, update the page table, and list the missing pages."""
         assert self.recalls is not None
         chosen = self.select(q, heads, softmax, misses)
         if chosen.asked is not None:
             torch.mul(chosen.asked[:, None], heads, out=self.recalls.asked)
-        self.recalls.bring(misses)
+        return self.recalls
 
     def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
         """Choose for `heads` [b, Hk] with queries q; with `misses`, update the page table and list what it lacked."""
@@ -407,6 +424,33 @@ class PlannedLayer:
         resident = None if self.recalls is None or misses is None else self.recalls.resident
         selection = Selection.empty(heads, self.slots.into.selected, resident, misses)
         return self.choose(self.index, q, softmax, heads, selection)
+
+
+class SplitLayer(PlannedLayer):
+    """A layer whose KV heads hold different tokens: it attends to sets of them, each in slots of its own.
+
+    `sets` are the heads [n] int64 of each set and its slots. Queries, keys and values are put in the order of the sets.
+    """
+
+    def __init__(self, layer: int, sets: Sequence[tuple[Tensor, BatchSlots]], *beside: Any):
+        super().__init__(layer, sets[0][1], StepPlan(), *beside)
+        self.sets = [slots.rows for _, slots in sets]
+        self.order = torch.cat([heads for heads, _ in sets]).to(self.rows.k.device)  # [Hk]
+        self.back = self.order.argsort()
+
+    @override
+    def __call__(self, q: Tensor, new: NewToken, softmax: Softmax) -> Tensor:
+        """Append and attend, set by set."""
+        grouped = q.view(len(q), len(self.order), -1, q.shape[-1]).index_select(1, self.order)  # [b, Hk, G, d]
+        new = NewToken(new.k.index_select(1, self.order), new.v.index_select(1, self.order))
+        sinks = None if softmax.sinks is None else softmax.sinks.view(grouped.shape[1:3]).index_select(0, self.order)
+        out, begin = torch.empty_like(grouped), 0
+        for rows in self.sets:
+            own = slice(begin, begin := begin + rows.k.shape[1])
+            part = softmax if sinks is None else softmax._replace(sinks=sinks[own].flatten())
+            token = NewToken(new.k[:, own], new.v[:, own])
+            paged_decode_attention(grouped[:, own].flatten(1, 2), rows, part, out[:, own].flatten(1, 2), token)
+        return out.index_select(1, self.back).flatten(1, 2)
 
 
 class Ahead(NamedTuple):
@@ -425,6 +469,8 @@ class Recalls:
         self.resident, self.asked = slots.tensors["resident"], found.asked
         self.back_end = recall_of(fetch)
         self.rebuild = fetch.rebuild(slots) if fetch.rebuild is not None else None
+        plain = isinstance(self.back_end, Gather) and self.rebuild is None and self.slots is slots.rows
+        self.by_attention = plain and can_bring(self.host, self.slots)  # if attention waits for the pages
         pages, into = self.resident.new_empty(2, 2, *self.resident.shape)
         self.now = MissList(pages[0], into[0], found.missed_now)
         self.later = MissList(pages[1], into[1], found.missed_later)

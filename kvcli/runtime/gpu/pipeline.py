@@ -22,11 +22,11 @@ from kvcli.kernels.host_tokens import HostTokens, bring_tokens, store_newest
 from kvcli.kernels.norm_rope import Rotation, rotate_newest
 from kvcli.kernels.page_table import MissList, PagedKV, SlotLayout, page_count
 from kvcli.kernels.softmax import Softmax
-from kvcli.kv.cache import NEVER, LayerSlots
+from kvcli.kv.cache import NEVER, LayerCache, LayerSlots
 from kvcli.methods.contract import AnyMethod
 from kvcli.methods.step import BatchSlots, Chosen, FromHost, StepPlan, Whole
 from kvcli.runtime.device_transfer import current
-from kvcli.runtime.gpu.layers import STEPS, Log, LoggedLayer, PlannedLayer, StepLengths
+from kvcli.runtime.gpu.layers import STEPS, Log, LoggedLayer, PlannedLayer, SplitLayer, StepLengths
 from kvcli.runtime.gpu.recorder import Point, Streams
 from kvcli.telemetry.counters import Count, Counters
 
@@ -262,9 +262,13 @@ class SlotPipeline:
         of_device = {device: StepLengths(lengths, len(self.devices), device) for device in dict.fromkeys(self.devices)}
         of_streams = {device: streams if isinstance(streams, Streams) else streams[device] for device in of_device}
         self.whole = self._whole(lengths, of_device, of_streams) if isinstance(plan.fetch, Whole) else {}
-        slots = [self._slots(layer, of_device[device]) for layer, device in enumerate(self.devices)]
+        slots = {
+            layer: self._slots(layer, of_device[device])
+            for layer, device in enumerate(self.devices)
+            if not methods[0].caches[layer].apart
+        }
         chosen = {layer for layer in methods[0].retrieval if plan.index is not None}
-        logged = {layer: _logged(layer, each, plan) for layer, each in enumerate(slots) if layer in chosen}
+        logged = {layer: _logged(layer, each, plan) for layer, each in slots.items() if layer in chosen}
         self.sides = {
             device: Side(
                 seen,
@@ -276,8 +280,12 @@ class SlotPipeline:
         self.lengths = of_device[self.devices[0]]
         self.forced: SyntheticDecisions | None = None
         self.layers = [
-            self._layer(layer, each, _plan_of(each, plan) if layer in methods[0].retrieval else StepPlan())
-            for layer, each in enumerate(slots)
+            self._layer(
+                layer, slots[layer], _plan_of(slots[layer], plan) if layer in methods[0].retrieval else StepPlan()
+            )
+            if layer in slots
+            else self._split(layer)
+            for layer in range(len(self.devices))
         ]
         self.turned = {layer: self._rotations(layer) for layer in self.predicted}
         self.borrowing = {layer for layer, each in enumerate(self.layers) if layer and each.plan.when == "borrowed"}
@@ -405,7 +413,7 @@ class SlotPipeline:
         streams: Mapping[torch.device, Streams],
     ) -> dict[torch.device, WholeLayers]:
         """Find the layers of each device that are fetched whole."""
-        parts = {layer: self._parts(layer) for layer in self.methods[0].retrieval}
+        parts = {layer: self._parts(self._caches(layer)) for layer in self.methods[0].retrieval}
         for method in self.methods:  # their buffers make room for those of the batch, once nothing is refused any more
             method.leave_phases()
         found = {}
@@ -415,8 +423,10 @@ class SlotPipeline:
                 found[device] = WholeLayers(own, first, its.seen, streams[device])
         return found
 
-    def _parts(self, layer: int) -> list[LayerSlots]:
-        caches = [method.caches[layer] for method in self.methods]
+    def _caches(self, layer: int) -> list[LayerCache]:
+        return [method.caches[layer] for method in self.methods]
+
+    def _parts(self, caches: Sequence[LayerCache]) -> list[LayerSlots]:
         parts = [part for part in (cache.as_slots() for cache in caches) if part is not None]
         if len(parts) < len(caches):
             raise ValueError(f"not all of {len(caches)} caches have slots")
@@ -426,7 +436,8 @@ class SlotPipeline:
         whole = self.whole.get(self.devices[layer])
         if whole is not None and layer in whole.order:
             return whole.slots(layer)
-        caches, parts = [method.caches[layer] for method in self.methods], self._parts(layer)
+        caches = self._caches(layer)
+        parts = self._parts(caches)
         held, rotary = lengths.held_in(layer, parts), [method.context.rotary[layer] for method in self.methods]
         return BatchSlots.of(caches, parts, lengths.seen, held, rotary)
 
@@ -443,6 +454,14 @@ class SlotPipeline:
         stream = f"recall {layer % RECALL_STREAMS}"
         with current(self.devices[layer]) if len(self.sides) > 1 else nullcontext():
             return self._planned(layer, slots, plan, (seen.active(slots), log.found.get(layer), streams, stream))
+
+    def _split(self, layer: int) -> SplitLayer:
+        caches, (seen, _, streams) = self._caches(layer), self.sides[self.devices[layer]]
+        sets = []
+        for turn, (heads, _) in enumerate(caches[0].apart):
+            own = [cache.apart[turn][1] for cache in caches]
+            sets.append((heads, BatchSlots.of(own, self._parts(own), seen.seen)))
+        return SplitLayer(layer, sets, seen.active(sets[0][1]), None, streams, "")
 
     def _planned(self, layer: int, slots: BatchSlots, plan: StepPlan, beside: tuple[Any, ...]) -> PlannedLayer:
         parts = (layer, slots, plan, *beside)

@@ -1,6 +1,7 @@
 """Recall back ends: how missing pages come from host memory into their slots.
 
-`gather`: a kernel reads pinned memory; the host does not know what is missing, so a step can be a CUDA graph.
+`gather`: a kernel reads pinned memory; the host does not know what is missing, so a step can be a CUDA graph. Where
+attention waits for the pages, its own kernel reads them if it can (`kvcli.kernels.paged_attention.can_bring`).
 `copy`: FreeKV's streamed recall (arXiv 2505.13109, section 4.3): the host reads what is missing and issues one
 asynchronous copy per page into a staging buffer, from which it goes to its slot. With two buffers a page lands while
 the previous one is put in place; with one, each waits for the other. In NHD, where a page of a KV head lies in 2*p

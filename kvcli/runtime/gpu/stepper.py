@@ -106,7 +106,8 @@ class SlotStepper(Stepper):
         self.pipeline.finish()
         for sequence in self.sequences:
             for cache in sequence.method.caches:
-                cache.length = sequence.length
+                for part in (cache, *(own for _, own in cache.apart)):
+                    part.length = sequence.length
 
     def _run(self) -> None:
         """Do everything a step consists of; no line of it waits for the device."""
