@@ -47,6 +47,7 @@ TILE = 64
 """Tokens of a tile; a channel of their keys in 8 bits is a cache line."""
 
 TOKENS_AT_ONCE = 64  # written by a thread at once
+MOST_AT_ONCE = 1 << 12  # tokens that are made wide at once before they are rounded
 
 
 class TilePart(NamedTuple):
@@ -103,17 +104,19 @@ class TileFormat(NamedTuple):
 
     def write(self, tiles: Tensor, first: int, k: Tensor, v: Tensor, sizes: Tensor) -> None:
         """Write tokens k, v [Hk, n, d] to tiles, from token `first` on."""
-        if self.suits_loops(tiles):
-            k, v = k.float(), v.float()
-            run(_writing(self), 2 * k.numel(), k, v, sizes, tiles, tiles.view(torch.uint16), first)
-        else:
+        if not self.suits_loops(tiles):
             self.write_ref(tiles, first, k, v, sizes)
+            return
+        for begin in range(0, k.shape[1], MOST_AT_ONCE):
+            some = [x[:, begin : begin + MOST_AT_ONCE].float() for x in (k, v)]
+            run(_writing(self), 2 * some[0].numel(), *some, sizes, tiles, tiles.view(torch.uint16), first + begin)
 
     def write_ref(self, tiles: Tensor, first: int, k: Tensor, v: Tensor, sizes: Tensor) -> None:
         """Reference of `write`, in plain torch."""
         for tokens, tile, begin in _pieces(first, k.shape[1]):
             for number, (part, x) in enumerate(zip(self.parts, (k, v), strict=True)):
-                rows = (turned(x.float(), self.turned) if number else x.float() / sizes[:, None])[:, tokens]
+                rows = x[:, tokens].float()
+                rows = turned(rows, self.turned) if number else rows / sizes[:, None]
                 count = min(rows.shape[1], TILE)
                 rows = rows.unflatten(1, (-1, count))  # type: ignore[no-untyped-call]  # [Hk, t, count, d]
                 some = tiles[:, tile : tile + rows.shape[1]]
@@ -148,13 +151,8 @@ class TileFormat(NamedTuple):
     def _views(self, tiles: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """View the codes [Hk, t, TILE, width or d] and the scales [Hk, t, TILE, groups, 2] of keys or values."""
         part = self.parts[number]
-        codes, scales = (
-            tiles[..., begin:end]
-            for begin, end in (
-                (part.begin, part.scales_at(self.d)),
-                (part.scales_at(self.d), part.end(self.d)),
-            )
-        )
+        middle = part.scales_at(self.d)
+        codes, scales = tiles[..., part.begin : middle], tiles[..., middle : part.end(self.d)]
         codes = codes.view(torch.bfloat16) if part.bits == 16 else codes
         shape = (TILE, -1) if number else (-1, TILE)
         codes = codes.unflatten(-1, shape)  # type: ignore[no-untyped-call]
@@ -199,7 +197,8 @@ def _pieces(first: int, count: int) -> Iterator[tuple[slice, int, int]]:
     while done < count:
         tile, begin = divmod(first + done, TILE)
         left = count - done
-        some = left // TILE * TILE if begin == 0 and left >= TILE else min(left, TILE - begin)
+        whole = min(left, MOST_AT_ONCE) // TILE * TILE
+        some = whole if begin == 0 and whole else min(left, TILE - begin)
         yield slice(done, done + some), tile, begin
         done += some
 
@@ -316,7 +315,11 @@ class _Tile(FlatArrays):
         from llvmlite import ir
 
         words, builder = self.words(offset, max(bits, 8)), self.builder
-        floats, constant = ir.VectorType(ir.FloatType(), LANES), lambda x: ir.Constant(words.type, [x] * LANES)
+        floats = ir.VectorType(ir.FloatType(), LANES)
+
+        def constant(x: int) -> Any:
+            return ir.Constant(words.type, [x] * LANES)
+
         if bits == 16:
             return [builder.bitcast(builder.shl(words, constant(16)), floats)]
         halves = [builder.and_(words, constant(15)), builder.lshr(words, constant(4))] if bits == 4 else [words]
