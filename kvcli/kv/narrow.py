@@ -54,8 +54,9 @@ class NarrowCache(LayerCache):
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally; return [H, n, d]."""
         self._put(k, v)
-        far, near = (x.to(q.dtype) for x in self._far.read()), self.recent.tokens()
-        return prefill_attention(q, *(torch.cat(both, 1) for both in zip(far, near, strict=True)), softmax)
+        seen = zip(self._far.read(), self.recent.tokens(), strict=True)
+        k, v = (torch.cat((far.to(q.dtype), near), 1) for far, near in seen)
+        return prefill_attention(q, k, v, softmax)
 
     def settled(self) -> list[Settled]:
         """Return the tiles that are full."""
