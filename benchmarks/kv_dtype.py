@@ -1,9 +1,11 @@
-"""KV in host memory in 8 and 4 bits against KV as the model computes it: answers of the demo model, and decode steps.
+"""KV in narrower forms against KV as the model computes it: answers of the demo model, and decode steps.
 
     python benchmarks/kv_dtype.py answers               about fifteen minutes on one core
     python benchmarks/kv_dtype.py answers --limit 4     a look
     python benchmarks/kv_dtype.py steps                 about ten minutes on two cores
     python benchmarks/kv_dtype.py steps --methods freekv --repeats 3
+    python benchmarks/kv_dtype.py resident              about ten minutes on two cores
+    python benchmarks/kv_dtype.py resident --models smollm2 --depths 0 4096 --repeats 2
 
 `answers`: the same documents for all three, each read once, through `freekv` with a small budget, which recalls pages
 of what is rounded, `fier`, which recalls single tokens, and `offload`, which attends to all of it. `less` is what a
@@ -12,6 +14,9 @@ document loses by rounding, paired over the documents: the mean with its standar
 `steps`: a dummy Llama of mid size continues 16K made-up tokens whose queries turn completely at every step, so that
 nearly all that is selected is recalled; `offload` and `refreekv`, which keeps everything here, read all of it. In fp32
 and in bfloat16, in turn, repeat after repeat; a ratio is taken within each repeat.
+
+`resident`: `full` with KV in each form, at each depth on made-up KV, all in one process in turn. The models are those
+of `peers_cpu.py`. Every step is also put over the step at the first depth with KV as computed.
 """
 
 import argparse
@@ -20,19 +25,23 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from common import add_command, arguments, ratios, save, spread
+from common import add_command, arguments, ratios, said, save, spread
+from peers_parts.files import file_of
 from random_weights import CONFIG, Run, kvcli_steps, made_up_kv
 from transformers import LlamaForCausalLM
 
 from kvcli.inputs.profiles import resolve_profile
+from kvcli.models.loading import ModelSpec, load_model
 
 TASKS, LENGTH, BUDGET, ENDS = "niah_single,niah_multikey,vt,ppl", "4K", 512, 64
 DTYPES = ("auto", "int8", "int4")
+RESIDENT = ("auto", "bfloat16", "int8", "k8v4")
 ASKED = {f"freekv {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS}}
 ASKED |= {f"fier {BUDGET}": {"budget": BUDGET, "sink": ENDS, "window": ENDS, "offload": True}, "offload": {}}
 
@@ -118,6 +127,29 @@ def steps(given: argparse.Namespace) -> None:
     save(given.output, {"model": CONFIG.to_diff_dict(), "rows": rows})
 
 
+def resident(given: argparse.Namespace) -> None:
+    """Time decode steps of full attention with KV in each form."""
+    rows = []
+    for name in given.models:
+        model = load_model(ModelSpec(str(file_of(name)), device="cpu", offline=True)).module
+        taken: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for _ in range(given.repeats):
+            for depth, held in product(given.depths, RESIDENT):
+                run = Run(resolve_profile("full", overrides={"kv_dtype": held}))
+                times = kvcli_steps(run, model, None, max(1, depth), given.steps)[0]
+                taken[depth, held].append(statistics.median(times))
+        for (depth, held), times in taken.items():
+            row: dict[str, Any] = {"model": name, "context": depth, "kv_dtype": held, "ms": spread(times)}
+            row["over_auto"] = ratios(times, taken[depth, "auto"])
+            row["over_first"] = ratios(times, taken[given.depths[0], "auto"])
+            rows.append(row)
+            figures = f"{row['ms']['median']:7.1f} ms, {said(row['over_auto'])} of auto"
+            print(
+                f"{name:<18} {depth:>6} {held:<9} {figures}, {said(row['over_first'])} of the first depth", flush=True
+            )
+    save(given.output, {"steps": given.steps, "rows": rows})
+
+
 def main() -> None:
     """Measure, print, keep."""
     commands = (parser := arguments(__doc__)).add_subparsers(required=True)
@@ -129,6 +161,11 @@ def main() -> None:
     two.add_argument("--context", type=int, default=16_384, help="tokens")
     two.add_argument("--steps", type=int, default=10, help="timed decode steps a run")
     two.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
+    three = add_command(commands, resident, "kv_resident")
+    three.add_argument("--models", nargs="+", default=["smollm2", "llama-3.2-1b-q4_k"])
+    three.add_argument("--depths", nargs="+", type=int, default=[0, 4096, 16_384], help="tokens")
+    three.add_argument("--steps", type=int, default=16, help="timed decode steps a run")
+    three.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
     given = parser.parse_args()
     given.work(given)
 

@@ -84,7 +84,9 @@ def made_up_kv(context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tuple(torch.randn(shape, generator=generator) for _ in range(2)) for _ in range(CONFIG.num_hidden_layers)]
 
 
-def kvcli_steps(run: Run, model: LlamaForCausalLM, kv: list, context: int, steps: int) -> tuple[list[float], Counters]:
+def kvcli_steps(
+    run: Run, model: PreTrainedModel, kv: list | None, context: int, steps: int
+) -> tuple[list[float], Counters]:
     """Step times of kvcli's loop with a method, in milliseconds, and its counters."""
     sequence = list(stepping(run, model, kv, context, steps))[-1]
     return sequence.decode_ms[WARMUP:], sequence.counters

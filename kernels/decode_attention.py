@@ -142,7 +142,7 @@ def _quantised_loop(part: int, blocks: Tensor, form: BlockFormat) -> tuple[Any, 
 
 
 _NONE = np.float32("-inf")
-_LINE = 16  # numbers after the d' of a part: its highest score, the sum of weights, and padding to a cache line
+LINE = 16  # numbers after the d' of a part: its highest score, the sum of weights, and padding to a cache line
 
 
 class TokenSet(NamedTuple):
@@ -224,7 +224,7 @@ def _mix_one(w: Any, v: Any, h: int, j: int, at: int, d: int, group: int, sums: 
 
 
 @inlined
-def _weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: Any, valid: Any, sums: Any) -> None:
+def weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: Any, valid: Any, sums: Any) -> None:
     """Turn the products of a piece into weights; store the highest score and the sum after the `sums` [G, d' + ..]."""
     scale, softcap, d_v = form
     for g in range(scores.shape[1]):
@@ -309,7 +309,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
                 for j in range(first + 4 * part, last):
                     dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
             sums = parts[h, begin + own]  # aligned to a cache line by torch; numba's memory may not be
-            _weigh(scores, h, first, last, form, log_counts, valid, sums)
+            weigh(scores, h, first, last, form, log_counts, valid, sums)
             if len(at):
                 rows = at[h % len(at)]
                 for j in range(first, first + part):
@@ -341,7 +341,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
                 for h in range(heads):
                     dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
             for h in range(heads):
-                _weigh(scores, h, first, last, form, log_counts, valid, parts[h, begin + own])
+                weigh(scores, h, first, last, form, log_counts, valid, parts[h, begin + own])
             for j in range(first, first + part):
                 for h in range(heads):
                     at = apart(v, h * v_head + j * v_token, v_token, part, d_v, far)
@@ -382,11 +382,11 @@ def attend(sets: Sequence[TokenSet], softmax: Softmax) -> Attended:
     counts = [-(-n // each.piece) for each, (_, _, n) in zip(sets, shapes, strict=True)]
     heads, group, _ = shapes[0]
     v = sets[0].v
-    parts = v.new_empty(heads, sum(counts), group, d + _LINE)
+    parts = v.new_empty(heads, sum(counts), group, d + LINE)
     out, lse = v.new_empty(heads, group, d), v.new_empty(heads, group)
     begin, weights = 0, []
     for each, shape, pieces in zip(sets, shapes, counts, strict=True):
-        weights.append(_attend(each, shape, softmax, (parts, begin, out, lse)))
+        weights.append(attend_set(each, shape, softmax, (parts, begin, out, lse)))
         begin += pieces
     return Attended(out, lse, weights[0], shapes[0][2], parts, sets[0].piece)
 
@@ -398,14 +398,19 @@ def mass(of: Attended, lse: Tensor) -> Tensor:
     return out
 
 
-def _attend(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, into: tuple[Any, ...]) -> Tensor:
+def attend_set(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, into: tuple[Any, ...]) -> Tensor:
+    """Attend to one of several sets; return its weights.
+
+    `into` are the parts [Hk, pieces, G, d' + LINE] of all sets, the piece from which on this set has its own, and what
+    the last set merges all parts to: out [Hk, G, d'] and lse [Hk, G].
+    """
     (q, k, v, rows, valid, log_counts), d, far = tokens, tokens.v.shape[2], tokens.v.numel() >= FAR
     if k is None:
         scores, form = q, (np.float32(1), np.float32(0), d)
         read: tuple[Any, ...] = q, _NOTHING, flat(v), 0, 0, *v.stride()[:2], far
         by_head, by_token = _loops(d, d, shape[1])
     else:
-        scores, form = _rows_apart(q, shape), (np.float32(softmax.scale), np.float32(softmax.softcap or 0), d)
+        scores, form = rows_apart(q, shape), (np.float32(softmax.scale), np.float32(softmax.softcap or 0), d)
         read = q.contiguous(), flat(k), flat(v), *k.stride()[:2], *v.stride()[:2], far
         by_head, by_token = _loops(q.shape[2], d, shape[1])
     counts = _ONCE if log_counts is None else log_counts.contiguous()
@@ -418,7 +423,7 @@ def _attend(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, int
     return scores
 
 
-def _rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Make room for scores [Hk, G, n or more], of which a loop writes one in each row at a time.
 
     Rows take an odd number of cache lines, so that these are in different sets of a cache. Powers of two would be in
@@ -429,7 +434,7 @@ def _rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """Reference of `decode_attention` in plain torch, in the precision of its input."""
-    return _finish(q, *block_attention_ref(_by_group(q, k), k, v, softmax), softmax)
+    return finish(q, *block_attention_ref(_by_group(q, k), k, v, softmax), softmax)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
@@ -438,8 +443,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
         return attend_rows(q, k, v, softmax)
     heads = _by_group(q, k)
     if gemv.suits(heads, k, v):
-        return _finish(q, *attend([TokenSet(heads, k, v)], softmax)[:2], softmax)
-    return _finish(q, *block_attention(heads, k, v, softmax), softmax)
+        return finish(q, *attend([TokenSet(heads, k, v)], softmax)[:2], softmax)
+    return finish(q, *block_attention(heads, k, v, softmax), softmax)
 
 
 def attend_chosen_suits(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> bool:
@@ -451,7 +456,7 @@ def attend_chosen(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax, valid: Tensor | None = None
 ) -> Tensor:
     """Attend in place to `rows` [Hk, m] of k and v [Hk, n, d], without a copy; only those `valid`, bool [Hk, m]."""
-    return _finish(q, *attend([TokenSet(_by_group(q, k), k, v, rows, valid)], softmax)[:2], softmax)
+    return finish(q, *attend([TokenSet(_by_group(q, k), k, v, rows, valid)], softmax)[:2], softmax)
 
 
 def attend_blocks_suits(q: Tensor, blocks: Tensor) -> bool:
@@ -464,7 +469,7 @@ def attend_blocks(
 ) -> Tensor:
     """Attend in place to quantised blocks with channel `sizes`, followed by k and v [Hk, m, d]."""
     heads = _by_group(q, k).float()
-    return _finish(q, *attend_quantised_cpu(heads, blocks, form, sizes, k.float(), v.float(), softmax), softmax).to(
+    return finish(q, *attend_quantised_cpu(heads, blocks, form, sizes, k.float(), v.float(), softmax), softmax).to(
         q.dtype
     )
 
@@ -484,7 +489,8 @@ def _by_group(q: Tensor, k: Tensor) -> Tensor:
     return q.view(k.shape[0], -1, q.shape[-1])  # [Hk, G, d]
 
 
-def _finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
+def finish(q: Tensor, out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
+    """Let the model's sinks take part in out [Hk, G, d], with lse [Hk, G]; return [H, d]."""
     if softmax.sinks is not None:
         out = add_sinks(out, lse, softmax.sinks.view_as(lse))
     return out.reshape(q.shape[0], -1)

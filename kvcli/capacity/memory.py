@@ -82,8 +82,8 @@ def planned_method(
     """Make the method object of a sequence on the meta device; parameters and errors as in `kv_footprint`.
 
     `pinned`, if given, allocates the host memory. A `disk` takes what host memory is not to hold; raises KvcliError if
-    its cache is too small (will not fit). A budget that is a share of the prompt but too small for the method is taken
-    to hold everything.
+    its cache is too small (will not fit), or if settings are for a CPU alone (usage). A budget that is a share of the
+    prompt but too small for the method is taken to hold everything.
     """
     if prompt_tokens is not None:
         with suppress(KvcliError):
@@ -95,6 +95,10 @@ def planned_method(
     if dense > layers:
         what = f"{profile.method}: dense_layers = {dense}, but the model has {layers} layers"
         raise usage_error(what, f"give {layers} at most; method full attends to everything in all layers")
+    cpu_only = profile.settings.cpu_only
+    if cpu_only is not None and place is not None and place.type != "cpu":
+        hint = "leave it at auto, or use --method offload, whose KV lies in host memory"
+        raise usage_error(f"{cpu_only} of {profile.method} is for a CPU", hint)
     meta = torch.device("meta")
     known: dict[str, Any] = {"prompt_tokens": prompt_tokens, "states": geometry.states}
     known["placement"] = None if place is None else placement_of(place)

@@ -292,7 +292,7 @@ SAVED, METHODS, OUTPUT, GOING_ON = Panel("Saved KV", env=True), Panel("Methods")
 
 QuestionFirst = Literal["no", "only", "both"]
 """The place of the question: after the document, only before it, or both."""
-_KV_DTYPE = ("--kv-dtype", "NAME", "Form of KV in host memory: auto (as computed), int8, k8v4, int4.")
+_KV_DTYPE = ("--kv-dtype", "NAME", "Form of KV: auto (as computed), bfloat16 (full on a CPU), int8, k8v4, int4.")
 
 
 @dataclass(frozen=True)
@@ -426,7 +426,7 @@ class MethodOptions:
     window: str | None = METHOD(None, "--window", "TOKENS", "Most recent tokens, always attended.")
     tau: str | None = METHOD(None, "--tau", "0..1", "Query similarity below which a head is corrected.")
     page_size: str | None = METHOD(None, "--page-size", "TOKENS", "Tokens per page, recalled together.")
-    kv_dtype: Literal["auto", "int8", "k8v4", "int4"] | None = METHOD(None, *_KV_DTYPE)
+    kv_dtype: Literal["auto", "bfloat16", "int8", "k8v4", "int4"] | None = METHOD(None, *_KV_DTYPE)
 
     def short(self) -> dict[str, str | None]:
         """Return the settings that have options of their own."""
@@ -447,7 +447,7 @@ class Compared:
     settings: tuple[str, ...] = METHODS(
         (), "--set", "KEY=VALUE", "Setting for all methods that have it, or METHOD.KEY=VALUE; repeatable."
     )
-    kv_dtype: Literal["auto", "int8", "k8v4", "int4"] | None = METHODS(None, *_KV_DTYPE)
+    kv_dtype: Literal["auto", "bfloat16", "int8", "k8v4", "int4"] | None = METHODS(None, *_KV_DTYPE)
     ablate: bool = METHODS.flag("--ablate", "Add each method with its parts switched off one by one.")
 
 

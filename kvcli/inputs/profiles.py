@@ -101,7 +101,9 @@ def profiles_by_method() -> dict[str, list[str]]:
     return found
 
 
-_WITHOUT_HOST_KV = "its KV is not in host memory; --method offload attends to everything there, freekv to a budget"
+_WITHOUT_HOST_KV = (
+    "its KV has one form; --method offload attends to everything in others, so does full on a CPU, freekv to a budget"
+)
 
 
 def resolve_profile(

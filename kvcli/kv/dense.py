@@ -40,6 +40,10 @@ class RecentTokens:
             self.first = start
         self.end = start + count
         self.first = max(self.first, self.end - size)
+        if count == 1:  # without a tensor of rows, for every token and layer
+            for mine, x in zip(self.kv, parts, strict=True):
+                mine[start % size].copy_(x[0])
+            return
         rows = self._rows(range(max(start, self.first), self.end))
         for mine, x in zip(self.kv, parts, strict=True):
             mine[rows] = x[count - len(rows) :]
@@ -52,6 +56,14 @@ class RecentTokens:
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Return copies of their keys and values, in order: [Hk, n, d] each."""
         k, v = self.kv[:, self._rows(range(self.first, self.end))].transpose(1, 2)
+        return k, v
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [Hk, n, d] in any order, in place unless some were taken back."""
+        count = self.end - self.first
+        if self.first and count < self.kv.shape[1]:
+            return self.tokens()
+        k, v = self.kv[:, :count].transpose(1, 2)
         return k, v
 
     def restore(self, kv: Tensor, held: int) -> None:

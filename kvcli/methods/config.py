@@ -146,6 +146,11 @@ class MethodConfig(BaseModel):
         return getattr(self, "pooling", None) != "none"
 
     @property
+    def cpu_only(self) -> str | None:
+        """What of the settings is for a CPU alone; None: all of them are for every device."""
+        return None
+
+    @property
     def on_host(self) -> bool:
         """Whether KV lies in host memory, from where it can move on to disk."""
         return False

@@ -1,22 +1,35 @@
 """Full attention: the whole KV cache on the device; the reference for every other method."""
 
+from typing import Literal
+
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.errors import usage_error
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
+from kvcli.kv.narrow import NarrowCache
 from kvcli.kv.selected import ResidentSelectingCache
-from kvcli.methods.config import MethodConfig
+from kvcli.methods.config import MethodConfig, setting
 from kvcli.methods.contract import Method
 from kvcli.methods.step import StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 
 class FullConfig(MethodConfig):
-    """Full attention has no settings of its own."""
+    """The setting of full attention."""
+
+    kv_dtype: Literal["auto", "bfloat16", "int8", "k8v4"] = setting(
+        "auto", "KV on a CPU: auto as computed, bfloat16, int8, or k8v4 (keys in 8 bits, values in 4)"
+    )
+
+    @property
+    @override
+    def cpu_only(self) -> str | None:
+        return None if self.kv_dtype == "auto" else f"kv_dtype {self.kv_dtype}"
 
 
-class Full(Method[FullConfig, DenseCache]):
+class Full(Method[FullConfig, DenseCache | NarrowCache]):
     """Every layer keeps and attends to everything; or, where the model selects by itself, to what it selects."""
 
     Config = FullConfig
@@ -28,11 +41,21 @@ class Full(Method[FullConfig, DenseCache]):
     device_memory = "O(L)"
     takes_selection = True
 
-    def new_cache(self, layer: LayerGeometry) -> DenseCache:
-        """Make a cache that keeps all tokens on the device."""
+    def new_cache(self, layer: LayerGeometry) -> DenseCache | NarrowCache:
+        """Make a cache that keeps all tokens on the device.
+
+        Raises:
+            KvcliError: a narrow form is asked of a model with latents, or that selects by itself (usage).
+        """
+        capacity, tiers, held = self.context.capacity, self.context.tiers, self.config.kv_dtype
+        if held != "auto" and (layer.parts == 1 or layer.selects is not None):
+            what = f"kv_dtype {held}: full keeps latents, and what a model selects from by itself, as computed"
+            raise usage_error(what, "leave it at auto")
         if layer.selects is not None:
-            return ResidentSelectingCache(layer, self.context.capacity, self.context.tiers)
-        return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
+            return ResidentSelectingCache(layer, capacity, tiers)
+        if held != "auto":
+            return NarrowCache(layer.num_kv_heads, layer.head_dim, capacity, held, tiers)
+        return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
 
     @property
     @override
@@ -42,7 +65,7 @@ class Full(Method[FullConfig, DenseCache]):
     def retrieve_window(
         self,
         layer: int,  # noqa: ARG002
-        cache: DenseCache,
+        cache: DenseCache | NarrowCache,
         q: Tensor,
         k: Tensor,
         v: Tensor,

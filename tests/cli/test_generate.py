@@ -88,6 +88,16 @@ def test_kv_of_a_few_bits_takes_less_of_the_host_and_of_the_bus(generate, docume
         assert 0 < caches[1][moved] < 0.5 * caches[0][moved]
 
 
+@pytest.mark.parametrize("held", ["bfloat16", "int8", "k8v4"])
+def test_full_attention_holds_kv_in_a_narrow_form(generate, document, held):
+    document.write_text(WORDS * 60)
+    arguments = [document, "--method", "full", "--dtype", "float32", "--max-tokens", 6, "--json", "-q"]
+    whole, small = (json.loads(generate(*arguments, "--kv-dtype", form).stdout) for form in ("auto", held))
+    assert small["profile"]["settings"]["kv_dtype"] == held
+    assert small["sequences"][0]["token_ids"][0] == whole["sequences"][0]["token_ids"][0]  # of the prompt, read exactly
+    assert small["memory"]["device_kv_bytes"] < 0.7 * whole["memory"]["device_kv_bytes"]
+
+
 def test_several_documents_one_of_them_missing(generate, document, tmp_path):
     (tmp_path / "dog.txt").write_text(WORDS)
     files = [tmp_path / "missing.txt", document, tmp_path / "dog.txt"]
@@ -249,7 +259,8 @@ def test_the_defaults_of_the_command_are_those_of_sampling():
         (["-p", "x", "--method", "freekv", "--tau", "2"], ["tau = 2"]),
         (["-p", "x", "--method", "freekv", "--page-size", "24"], ["page_size = 24", "power of two"]),
         (["-p", "x", "--method", "full", "--budget", "2K"], ["full has no setting 'budget'"]),
-        (["-p", "x", "--method", "full", "--kv-dtype", "int8"], ["full has no setting 'kv_dtype'"]),
+        (["-p", "x", "--method", "quest", "--kv-dtype", "int8"], ["quest has no setting 'kv_dtype'"]),
+        (["-p", "x", "--method", "full", "--kv-dtype", "int4"], ["kv_dtype = 'int4'", "'k8v4'"]),
         (["-p", "x", "--method", "fier", "--kv-dtype", "int8"], ["kv_dtype int8", "offload = true"]),
         (
             ["-p", "x", "--method", "freekv", "--kv-dtype", "int4", "--set", "recall=copy"],

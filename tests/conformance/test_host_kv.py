@@ -15,12 +15,13 @@ from kvcli.kernels import _numba, decode_attention
 from kvcli.kernels import decode_attention as attention
 from kvcli.kv import dense as recent_tokens
 from kvcli.methods import get_method, method_names
+from kvcli.methods.config import HostKVConfig
 from kvcli.methods.contract import Method
 
 STEPS = 16
 RECENT = 8
 BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of keys and of values
-HOLDING = [name for name in method_names() if "kv_dtype" in get_method(name).Config.model_fields]
+HOLDING = [name for name in method_names() if issubclass(get_method(name).Config, HostKVConfig)]
 
 
 def counted_again(x, bits, tokens, channels):

@@ -100,8 +100,8 @@ def test_attention_with_few_rows(heads, group, d, n):
 def test_rows_of_scores_lie_in_different_sets_of_a_cache(n, monkeypatch):
     q, k, v = noise(1, 2, 16), noise(1, n, 16, seed=1), noise(1, n, 16, seed=2)
     found = []
-    for room in (attention._rows_apart, lambda like, shape: like.new_empty(shape)):
-        monkeypatch.setattr(attention, "_rows_apart", room)
+    for room in (attention.rows_apart, lambda like, shape: like.new_empty(shape)):
+        monkeypatch.setattr(attention, "rows_apart", room)
         found.append(attention.attend([TokenSet(q, k, v)], Softmax(0.3)))
     assert found[0].weights.stride(1) * 4 / 64 % 2 == 1, "an odd number of cache lines"
     assert torch.equal(found[0].weights[..., :n], found[1].weights)

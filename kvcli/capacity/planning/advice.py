@@ -123,14 +123,14 @@ def rungs(label: str, profile: Profile, subjects: Sequence[PlannedRun], disk: bo
 
 def forms(profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Yield a profile with each form that its KV in host memory can have, the most exact first."""
-    if getattr(profile.settings, "kv_dtype", None) != "auto":  # it has none, or it was chosen
+    if getattr(profile.settings, "kv_dtype", None) != "auto" or not profile.settings.on_host:  # none, or it was chosen
         yield "auto", profile
         return
     for held in get_args(KVDtype):
         settings = profile.settings.model_dump() | {"kv_dtype": held}
         try:
             found = resolve_profile(profile.method, overrides=settings)
-        except KvcliError:  # not with these settings: KV is on the device
+        except KvcliError:  # not with these settings
             continue
         yield held, found
 
