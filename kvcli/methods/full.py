@@ -5,6 +5,7 @@ from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
+from kvcli.kv.entries import EntryLayerCache
 from kvcli.kv.selected import ResidentSelectingCache
 from kvcli.methods.config import MethodConfig
 from kvcli.methods.contract import Method
@@ -16,7 +17,7 @@ class FullConfig(MethodConfig):
     """Full attention has no settings of its own."""
 
 
-class Full(Method[FullConfig, DenseCache]):
+class Full(Method[FullConfig, DenseCache | EntryLayerCache[DenseCache]]):
     """Every layer keeps and attends to everything; or, where the model selects by itself, to what it selects."""
 
     Config = FullConfig
@@ -28,11 +29,16 @@ class Full(Method[FullConfig, DenseCache]):
     device_memory = "O(L)"
     takes_selection = True
 
-    def new_cache(self, layer: LayerGeometry) -> DenseCache:
-        """Make a cache that keeps all tokens on the device."""
-        if layer.selects is not None:
-            return ResidentSelectingCache(layer, self.context.capacity, self.context.tiers)
-        return DenseCache(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.context.tiers)
+    def new_cache(self, layer: LayerGeometry) -> DenseCache | EntryLayerCache[DenseCache]:
+        """Make a cache that keeps all tokens on the device, or all entries."""
+        capacity, tiers = self.context.capacity, self.context.tiers
+
+        def dense(layer: LayerGeometry, capacity: int) -> DenseCache:
+            if layer.selects is not None:
+                return ResidentSelectingCache(layer, capacity, tiers)
+            return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
+
+        return EntryLayerCache(layer, capacity, tiers, dense) if layer.near else dense(layer, capacity)
 
     @property
     @override
