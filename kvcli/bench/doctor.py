@@ -355,8 +355,7 @@ def _memory_check(
     spec: ModelSpec, config: PreTrainedConfig, dtype: torch.dtype, geometry: ModelGeometry, path: Path | None
 ) -> Check:
     """Check whether this machine's memory holds a model with a prompt of `_PROMPT` tokens."""
-    growing = (layer for layer in geometry.layers if layer.window is None)
-    token = sum(layer.token_size * dtype.itemsize for layer in growing)
+    token = sum(layer.grows * dtype.itemsize for layer in geometry.layers)
     found = f"KV {format_bytes(token)} a token, weights {format_bytes(geometry.weight_bytes)}"
     devices = resolve_devices(spec.device)
     try:
@@ -395,7 +394,7 @@ def _weight_check(form: WeightForm, geometry: ModelGeometry) -> Check:
 
 def _way(layer: LayerGeometry) -> str:
     if layer.selects is not None:
-        shared = "" if layer.selects.channels else ", as the layer before"
+        shared = "" if layer.selects.channels or layer.near else ", as the layer before"
         return f"native selection, {layer.selects.name}{shared}"
     if layer.window is None:
         return "retrieve" if layer.latent is None else "retrieve latents"

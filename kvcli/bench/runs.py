@@ -255,7 +255,7 @@ class Decoding:
         held = [(method, sequence.length) for method, sequence in zip(methods, sequences, strict=True)]
         work = step_work(self.model.geometry, self.model.dtype.itemsize, held, missed / asked if asked else 1.0)
         kv_bytes = self.model.dtype.itemsize * sum(
-            layer.token_size * min(sequence.length, layer.window or sequence.length)
+            layer.grows * sequence.length or layer.token_size * min(sequence.length, layer.window or 0)
             for layer in self.model.geometry.layers
             for sequence in sequences
         )

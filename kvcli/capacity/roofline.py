@@ -200,7 +200,7 @@ def step_work(
             for phase, part in [*one.items()] * (1 + layer.readers):
                 work[phase] += part
             if method.caches[layer.index].footprint().host:
-                work["offload"] += Work(to_host=layer.token_size * itemsize)
+                work["offload"] += Work(to_host=layer.grows * itemsize)
     work["sampling"] = Work(read=4 * batch * geometry.vocab_size)
     return work
 

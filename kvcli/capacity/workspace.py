@@ -64,7 +64,7 @@ class Workspace:
         """
         layer = max(geometry.layers, key=lambda layer: layer.token_size)
         alone = together == length
-        rotary = layer.head_dim - (layer.latent or 0)
+        rotary = layer.head_dim - layer.index_channels - (layer.latent or 0)
         tables = itemsize * length * 2 * rotary
         if window is not None:
             length = together = min(length, window)
@@ -108,10 +108,13 @@ class Workspace:
         }
         if geometry.selects is not None:
             scratch = max(each.selects.scratch for each in geometry.layers if each.selects is not None)
-            read = chunk * geometry.selects.tokens * layer.num_kv_heads * layer.head_dim
+            most = max(each.selects.most(length) for each in geometry.layers if each.selects is not None)
+            read = chunk * most * layer.num_kv_heads * (layer.head_dim - layer.index_channels)
             gathered = min(AT_ONCE, torch.float32.itemsize * read)
             scores = min(SCORES_AT_ONCE, scratch * chunk * length)
-            terms["the model's own selection"] = scores + 3 * gathered  # keys, values, both in fp32
+            # Keys, values, both in fp32; and entries without the rows between them.
+            entries = max(itemsize * length * each.grows if each.near else 0 for each in geometry.layers)
+            terms["the model's own selection"] = scores + 3 * gathered + entries
         if geometry.shares:
             terms["KV that later layers read"] = read_again
         if geometry.beside_hidden:  # two terms and their sum

@@ -51,6 +51,8 @@ class SelectingCache(LayerCache):
     """The KV of a layer that selects by itself."""
 
     layer: LayerGeometry
+    kv: Tensor
+    """Tokens on the device [t, Hk, n, d], or more than d channels of which these are the last."""
     selected: Tensor | None = None
     """[1 or Hk, k] tokens of the last step, EMPTY for none."""
 

@@ -8,6 +8,7 @@ from typing_extensions import override
 from kvcli.errors import usage_error
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
+from kvcli.kv.entries import EntryLayerCache
 from kvcli.kv.narrow import NarrowCache
 from kvcli.kv.selected import ResidentSelectingCache
 from kvcli.methods.config import MethodConfig, setting
@@ -29,7 +30,7 @@ class FullConfig(MethodConfig):
         return None if self.kv_dtype == "auto" else f"kv_dtype {self.kv_dtype}"
 
 
-class Full(Method[FullConfig, DenseCache | NarrowCache]):
+class Full(Method[FullConfig, DenseCache | NarrowCache | EntryLayerCache[DenseCache]]):
     """Every layer keeps and attends to everything; or, where the model selects by itself, to what it selects."""
 
     Config = FullConfig
@@ -41,8 +42,8 @@ class Full(Method[FullConfig, DenseCache | NarrowCache]):
     device_memory = "O(L)"
     takes_selection = True
 
-    def new_cache(self, layer: LayerGeometry) -> DenseCache | NarrowCache:
-        """Make a cache that keeps all tokens on the device.
+    def new_cache(self, layer: LayerGeometry) -> DenseCache | NarrowCache | EntryLayerCache[DenseCache]:
+        """Make a cache that keeps all tokens on the device, or all entries.
 
         Raises:
             KvcliError: a narrow form is asked of a model with latents, or that selects by itself (usage).
@@ -51,11 +52,16 @@ class Full(Method[FullConfig, DenseCache | NarrowCache]):
         if held != "auto" and (layer.parts == 1 or layer.selects is not None):
             what = f"kv_dtype {held}: full keeps latents, and what a model selects from by itself, as computed"
             raise usage_error(what, "leave it at auto")
-        if layer.selects is not None:
-            return ResidentSelectingCache(layer, capacity, tiers)
         if held != "auto":
             return NarrowCache(layer.num_kv_heads, layer.head_dim, capacity, held, tiers)
-        return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
+
+        def dense(layer: LayerGeometry, capacity: int) -> DenseCache:
+            if layer.selects is not None:
+                return ResidentSelectingCache(layer, capacity, tiers)
+            return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
+
+        return EntryLayerCache(layer, capacity, tiers, dense) if layer.near else dense(layer, capacity)
+
 
     @property
     @override

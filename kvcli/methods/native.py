@@ -6,13 +6,14 @@ keys and values or latents lie in host memory, a step recalls what the layer has
 
 Decided here: neighbouring steps select much the same tokens. So the device holds the tokens that were selected last,
 `slots` of them; the least recently selected one makes room. New tokens are among them from the start. In the counters
-one token of one KV head is a page of size 1. A layer that selects nothing attends to everything, on the device.
+one token of one KV head is a page of size 1. A layer that selects nothing attends to everything, on the device. Where
+a layer selects entries that each stand for several tokens (DeepSeek-V4), these take the place of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from kvcli.kernels.page_table import EMPTY
 from kvcli.kernels.selected_attention import selected_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache, LayerCache, Tiers, both
+from kvcli.kv.entries import EntryLayerCache
 from kvcli.kv.selected import SelectingCache, selection_traffic, with_new_keys
 from kvcli.memory.host_pool import HostPagePool, page_pool
 from kvcli.memory.state import Settled
@@ -181,6 +183,9 @@ class RecalledCache(SelectingCache):
         self.token_in[head, slots], self.slot_of[head, tokens], self.used[head, slots] = tokens, slots, self.clock
 
 
+Kept: TypeAlias = RecalledCache | DenseCache
+
+
 class NativeConfig(MethodConfig):
     """Settings of native selection; what is selected is the model's."""
 
@@ -205,24 +210,29 @@ class Native(Method[NativeConfig, Any]):
     takes_selection = True
     blocking = True
 
-    def new_cache(self, layer: LayerGeometry) -> RecalledCache | DenseCache:
+    def new_cache(self, layer: LayerGeometry) -> Kept | EntryLayerCache[Kept]:
         """Make a cache in host memory for a layer that selects, and one on the device for any other."""
         capacity, tiers = self.context.capacity, self.context.tiers
-        if layer.selects is None:
-            return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
-        return RecalledCache(layer, capacity, self.config.slots, tiers)
+
+        def kept(layer: LayerGeometry, capacity: int) -> Kept:
+            if layer.selects is None:
+                return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
+            return RecalledCache(layer, capacity, self.config.slots, tiers)
+
+        return EntryLayerCache(layer, capacity, tiers, kept) if layer.near else kept(layer, capacity)
 
     @override
-    def retrieve(self, layer: int, cache: RecalledCache | DenseCache, q: Tensor, softmax: Softmax) -> Tensor:
+    def retrieve(self, layer: int, cache: Kept | EntryLayerCache[Kept], q: Tensor, softmax: Softmax) -> Tensor:
         """Recall what the model has selected, and attend to it."""
-        if isinstance(cache, DenseCache):
+        kept = cache.entries if isinstance(cache, EntryLayerCache) else cache
+        if isinstance(cache, DenseCache) or isinstance(kept, DenseCache):
             with self.span("attention", layer):
                 return cache.attend(q, softmax)
         assert softmax.selected is not None
         with self.span("recall", layer):
             cache.selected = softmax.selected[:, 0]
-            slots, wanted, missed = cache.recall(cache.selected)
+            slots, wanted, missed = kept.recall(cache.selected)
         self.count_heads(layer, Count.PAGES_REQUESTED, wanted)
-        self.count_recalled(layer, missed, sum(missed) * cache.pool.block_bytes)
+        self.count_recalled(layer, missed, sum(missed) * kept.pool.block_bytes)
         with self.span("attention", layer):
             return cache.attend_recalled(q, slots, softmax)

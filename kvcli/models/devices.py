@@ -204,7 +204,7 @@ def place(
         raise KvcliError(what, "name a single device", ExitCode.USAGE)
     attending = iter(geometry.layers)
     of_layers = [[next(attending) for _ in layer.attention] for layer in geometry.decoder]
-    sizes = [sum(each.token_size for each in layers if each.window is None) for layers in of_layers]
+    sizes = [sum(each.grows for each in layers) for layers in of_layers]
     sizes = sizes if any(sizes) else [1] * geometry.depth  # caches do not grow with the prompt
     most = sum(free) // sum(sizes)
     least, beyond, found = 0, most + 1, _mapped(model, [0] * geometry.depth, free)

@@ -6,6 +6,7 @@ Nothing is allocated: the model is built on the meta device, where `kvcli.models
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -81,8 +82,8 @@ class ModelGeometry:
     reshapes: bool = False
     """Whether all tokens have to leave the layers, as the decoder gives its output the shape of its input (GPT-2)."""
     beside_hidden: int = 0
-    """Numbers that the model makes of a token before the first layer, beside one hidden state: further ones (Gemma 3n),
-    and an input of every layer (Gemma 3n, Gemma 4)."""
+    """Numbers that layers get of a token beside one hidden state: further ones (Gemma 3n), an input of every layer
+    (Gemma 3n, Gemma 4), the token itself (DeepSeek-V4)."""
     form: WeightForm | None = None
     """The form of weights that are not in the dtype."""
     spared: tuple[str, ...] = ()
@@ -182,7 +183,8 @@ def geometry_of(
         ends=found.ends,
         reshapes=found.reshapes,
         beside_hidden=(getattr(text, "altup_num_inputs", 1) - 1) * text.hidden_size
-        + len(found.decoder) * (getattr(text, "hidden_size_per_layer_input", None) or 0),
+        + len(found.decoder) * (getattr(text, "hidden_size_per_layer_input", None) or 0)
+        + _reads_tokens(layers_of(model)),
         form=form,
         spared=tuple(
             name
@@ -246,6 +248,12 @@ def reader_modules(model: PreTrainedModel) -> dict[nn.Module, int]:
 def state_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules of a model that keep a state, in the order of `ModelGeometry.states`."""
     return [model.get_submodule(layer.state) for layer in geometry_of_model(model).decoder if layer.state]
+
+
+def _reads_tokens(layers: nn.Module) -> bool:
+    """Tell whether a module within the layers needs the tokens themselves."""
+    given = (signature(kind.forward).parameters.get("input_ids") for kind in {type(each) for each in layers.modules()})
+    return any(name is not None and name.default is Parameter.empty for name in given)
 
 
 def _as_stored(

@@ -35,6 +35,7 @@ from kvcli.compat import can_set_attention, exporting, set_attention
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.models.auto import angles_at, decoder_of, layers_of, rotary_of
 from kvcli.models.checkpoint import quiet
+from kvcli.models.entries import EntryCache, makes_entries
 from kvcli.models.latent import Latent, compressed
 from kvcli.models.own_attention import BIASES, run_noted
 from kvcli.models.own_attention import NAME as OWN
@@ -176,6 +177,22 @@ class UseOf(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class BestOf(TorchFunctionMode):
+    """Watches how many are taken as the best of many by any torch function called inside: `most`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: int = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function.__name__ == "topk":
+            self.most = max(self.most, out.indices.shape[-1])
+        return out
+
+
 _PROBE = "kvcli_probe"
 _TWO = 2  # tokens
 _FEW = 16  # tokens
@@ -209,6 +226,9 @@ class OwnSelection(NamedTuple):
     layer before. Scoring takes `scratch` bytes for each query and token. `heads` select on their own, all KV heads or
     one for all, and `block` consecutive tokens together. A module that looks at numbers runs for one sequence `alone`;
     one that rotates keys of its index is given the angles of `all_angles`, not only of the new tokens.
+
+    Some select entries that each stand for `rate` tokens, or attend to all of these if `tokens` is 0; beside them they
+    attend to the last `near` tokens (DeepSeek-V4).
     """
 
     tokens: int
@@ -218,12 +238,21 @@ class OwnSelection(NamedTuple):
     block: int = 1
     alone: bool = False
     all_angles: bool = False
+    rate: int = 1
+    near: int = 0
 
     @property
     def name(self) -> str:
         """Say what is selected."""
+        if self.near:
+            first = f"top {self.tokens:,} of " if self.tokens else ""
+            return f"{first}entries of {self.rate:,} tokens, and the last {self.near:,} tokens"
         whole = f"top {self.tokens // self.block:,} of "
         return whole + ("tokens" if self.block == 1 else f"blocks of {self.block:,} tokens")
+
+    def most(self, length: int) -> int:
+        """Return how many tokens and entries a query attends to at most, of `length` tokens."""
+        return self.near + (self.tokens or length // self.rate)
 
 
 @dataclass(frozen=True)
@@ -255,8 +284,29 @@ class LayerGeometry:
 
     @property
     def index_channels(self) -> int:
-        """Channels of a head, in each part of a token, that hold a share of the token's index key; 0 without index."""
-        return 0 if self.selects is None else -(-self.selects.channels // (self.parts * self.num_kv_heads))
+        """Channels of a head, in each part of a token, before its own: a share of an index key, and an entry."""
+        if self.selects is None:
+            return 0
+        if self.near:
+            return (self.head_dim + self.selects.channels) // 2
+        return -(-self.selects.channels // (self.parts * self.num_kv_heads))
+
+    @property
+    def near(self) -> int:
+        """Last tokens that it attends to beside entries that stand for several; 0 if it has no entries."""
+        return 0 if self.selects is None else self.selects.near
+
+    @property
+    def rate(self) -> int:
+        """Tokens that an entry stands for; 1 if there are none."""
+        return 1 if self.selects is None else self.selects.rate
+
+    @property
+    def of_entries(self) -> LayerGeometry:
+        """The same layer as one whose tokens are the entries."""
+        assert self.selects is not None
+        selects = self.selects._replace(rate=1, near=0) if self.selects.channels else None
+        return replace(self, head_dim=self.index_channels, selects=selects)
 
     @property
     def parts(self) -> int:
@@ -265,8 +315,15 @@ class LayerGeometry:
 
     @property
     def token_size(self) -> int:
-        """Numbers kept for a token."""
+        """Numbers that a token has on its way to the cache, and where prompts are saved."""
         return self.parts * self.num_kv_heads * self.head_dim
+
+    @property
+    def grows(self) -> int:
+        """Numbers by which a cache of everything grows with a token, rounded up."""
+        if self.window is not None:
+            return 0
+        return -(-self.of_entries.token_size // self.rate) if self.rate > 1 else self.token_size
 
 
 class StateTensor(NamedTuple):
@@ -379,6 +436,9 @@ class LayerFinder:
         self._selects = False  # whether the layer examined did
         self._within_index = False  # whether it has an index
         self._scratch: dict[Any, int] = {}  # of modules of one form, see `OwnSelection`
+        self._entries: EntryCache | None = None  # of the module that ran, if it makes entries of several tokens
+        self._best = 0  # of how many it was seen to take the best
+        self._angles = 0  # cosines and sines of a position
         self._trials: dict[type[nn.Module], _Trial] = {}  # how modules of a class run
         self._seen: list[_Attended] = []  # every attention
         self._keeping: set[nn.Module] = set()  # modules that keep a state
@@ -510,11 +570,13 @@ class LayerFinder:
         before, state, self._selects = len(self._seen), self._new_state(module), False
         if any(each.module in {*module.modules()} - {module} for each in self._seen):  # it is around one that attends
             return None, None
-        rope = self._run(place, module, 1, state, tree_leaves)
+        kv: Any = self._kv[place] if place < len(self._kv) else None
+        rope = self._run(place, module, 2 * kv.compress_rate - 1 if makes_entries(kv) else 1, state, tree_leaves)
+        entries = self._entries
         if len(self._seen) > before + 1:
             raise refusal(self.model.config, f"{type(module).__name__} attends several times")
         within = not self._keeping.isdisjoint(module.modules())
-        attends, tensors = len(self._seen) > before, {} if within else state.tensors()
+        attends, tensors = len(self._seen) > before, {} if within else (entries or state).tensors()
         if attends:
             layer = self._attends(place, module, rope)
             if layer is not None:
@@ -522,21 +584,24 @@ class LayerFinder:
                 key = self._seen[-1].key
                 if self._selects and self._selected is not None:
                     block, heads = block_of(module), self._selected.shape[1] if self._selected.dim() == 4 else 1
-                    trial = self._trials[type(module)]
-                    if form not in self._scratch:
-                        few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
-                        own = -(-(more - few) // (_FEW * trial.indexed))
-                        self._scratch[form] = own if trial.device == "meta" else max(own, _MASKS)
-                    scratch = self._scratch[form]
+                    trial, scratch = self._trials[type(module)], self._scratch_of(place, module, form)
                     sizes = block * self._selected.shape[-1], state.index_channels, scratch, heads, block
                     selects = OwnSelection(*sizes, trial.device != "meta", trial.all_angles)
                     layer = replace(layer, selects=selects)
                     layer = replace(layer, head_dim=layer.head_dim + layer.index_channels)
+                if entries is not None:
+                    best, channels = self._best, sum(each.shape[-1] for each in [*entries.new.values()][1:])
+                    scratch, near = self._scratch_of(place, module, form), layer.window or 0
+                    selects = OwnSelection(best, channels, scratch, alone=True, rate=entries.rate, near=near)
+                    layer = replace(layer, selects=selects, head_dim=2 * layer.head_dim + channels, window=None)
                 self.layers.append(layer)
                 self._keys.append(key)
         if tensors:
-            resumes = self._resumes(place, module, tensors)
-            found = tensors, resumes, cache(partial(self._temporaries, place, module, resumes))
+            resumes = entries is not None or self._resumes(place, module, tensors)
+            temporaries = partial(self._temporaries, place, module, resumes)
+            if entries is not None:  # a few queries at a time score them
+                temporaries = partial(self._most, place, module, only=_Trial(indexed=0))
+            found = tensors, resumes, cache(temporaries)
             self._keeps(module, *found)
             if not attends:
                 self._alike[form] = found
@@ -561,12 +626,14 @@ class LayerFinder:
         latent = Latent.of(module)
         number = _number(module, place)
         kv = self._kv[number] if number < len(self._kv) else None
-        if type(kv) not in _KEYS_AND_VALUES and not _has_index(kv):
+        if type(kv) not in _KEYS_AND_VALUES and not _has_index(kv) and not makes_entries(kv):
             raise refusal(self.model.config, f"layer {place} shares its keys and values, or keeps them in another form")
         window = kv.sliding_window if isinstance(kv, DynamicSlidingWindowLayer) else None
         chunked = window is not None and _kind_of(self.text, place) == "chunked_attention"
         width = None if latent is None else latent.rank
         heads, (_, kv_heads, _, head_dim) = query.shape[1], key.shape
+        if latent is None and key is value and kv_heads == 1:
+            width = head_dim - self._angles // 2
         return LayerGeometry(len(self.layers), heads, kv_heads, head_dim, window, rope, chunked, width)
 
     def _keeps(
@@ -591,18 +658,33 @@ class LayerFinder:
         few = self._most(place, module, _FEW)
         return few + (tokens - _FEW) * (self._most(place, module, 2 * _FEW) - few) // _FEW
 
-    def _most(self, place: int, module: nn.Module, tokens: int) -> int:
+    def _scratch_of(self, place: int, module: nn.Module, form: Any) -> int:
+        """Count the bytes that a module takes for each query and each token of its index, or each entry."""
+        trial = self._trials[type(module)]
+        if form not in self._scratch:
+            few, more = (self._most(place, module, tokens) for tokens in (_FEW, 2 * _FEW))
+            own = -(-(more - few) // (_FEW * trial.indexed))
+            self._scratch[form] = own if trial.device == "meta" else max(own, _MASKS)
+        return self._scratch[form]
+
+    def _most(self, place: int, module: nn.Module, tokens: int, only: _Trial | None = None) -> int:
         """Count the bytes that a module takes for some tokens."""
         with exporting(), quiet(), torch.inference_mode(), PeakBytes() as peak:
-            self._run(place, module, tokens, self._new_state(module), lambda _: [])
+            self._run(place, module, tokens, self._new_state(module), lambda _: [], only)
         return int(peak.most)
 
     def _run(
-        self, place: int, module: nn.Module, tokens: int, cache: StateCache, watched: Callable[[Any], list[Any]]
+        self,
+        place: int,
+        module: nn.Module,
+        tokens: int,
+        cache: StateCache,
+        watched: Callable[[Any], list[Any]],
+        only: _Trial | None = None,
     ) -> bool:
         """Run a module for some tokens; tell whether it uses the tensors that `watched` picks from the angles."""
         indexed, seen, error = place < len(self._kv) and _has_index(self._kv[place]), len(self._seen), None
-        known = self._trials.get(type(module))
+        known = only or self._trials.get(type(module))
         for trial in _TRIALS[: None if indexed else 2] if known is None else [known]:
             try:
                 found = self._try(place, module, tokens, cache, watched, trial)
@@ -610,14 +692,11 @@ class LayerFinder:
                 error = error or failed
                 del self._seen[seen:]
             else:
-                self._trials[type(module)] = trial
+                self._trials.setdefault(type(module), trial)
                 return found
         kv, form = (self._kv[place] if place < len(self._kv) else None), "has an unknown form"
         if indexed:
             form = "selects by an index that is not served yet"
-        elif hasattr(kv, "compressed_kv"):
-            what = f"{type(module).__name__} attends to tokens and to entries that several tokens are compressed into"
-            raise refusal(self.model.config, what) from error
         elif kv is not None and type(kv) not in (*_KEYS_AND_VALUES, LinearAttentionLayer):
             form = f"keeps something else than keys and values, a {type(kv).__name__},"
         raise refusal(self.model.config, f"{type(module).__name__} {form} ({error})") from error
@@ -631,15 +710,21 @@ class LayerFinder:
         watched: Callable[[Any], list[Any]],
         trial: _Trial,
     ) -> bool:
-        dtype, angles, device, cache.indexed = self.model.dtype, None, trial.device, trial.indexed
+        dtype, device, cache.indexed = self.model.dtype, trial.device, trial.indexed
+        angles: Any = None
         tokens = tokens if self._asks else _TWO
         taken = _parameters(module)
         if self._rotary is not None and "position_embeddings" in taken:
-            layer_type = layer_type_of(self._rotary, self.text, place)
+            layer_type: str | None = layer_type_of(self._rotary, self.text, place)
             positions = torch.zeros(trial.indexed if trial.all_angles else tokens, dtype=torch.long)
-            if layer_type is None or layer_type in self._rotary.rope_type:  # type: ignore[operator]
-                angles = angles_at(self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions, layer_type)
-                angles = tree_map(lambda x: x.to(device), angles)
+            look_up = partial(angles_at, self._rotary, torch.empty(1, 1, 1, dtype=dtype), positions)
+            kinds: Any = self._rotary.rope_type if layer_type is not None else ()
+            if layer_type is None or layer_type in kinds:
+                angles = look_up(layer_type)
+            elif not {*self.text.layer_types} & {*kinds}:  # kinds of angles that are not of one layer each
+                angles = {kind: look_up(kind) for kind in kinds}
+            angles = tree_map(lambda x: None if x is None else x.to(device), angles)
+            self._angles = sum(each.shape[-1] for each in tree_leaves(angles) if each is not None)
         given: dict[str, Any] = {
             "attention_mask": None,
             "position_embeddings": angles,
@@ -658,14 +743,25 @@ class LayerFinder:
             given["prev_topk_indices"] = self._selected
             if self._selected is not None and self._selected.device.type != device:
                 given["prev_topk_indices"] = torch.zeros_like(self._selected, device=device)
+        kv: Any = self._kv[place] if place < len(self._kv) else None
+        self._entries = None
+        if makes_entries(kv):
+
+            def every(new: Tensor) -> Tensor:
+                return new.new_ones(1, trial.indexed + new.shape[1], new.shape[2])
+
+            self._entries = EntryCache(kv, trial.indexed * kv.compress_rate, every)
+            given |= dict.fromkeys(CACHE_ARGUMENTS, self._entries)
+            given["attention_mask"] = torch.zeros(1, 1, tokens, 0, dtype=dtype, device=device)
         named = {name: value for name, value in given.items() if name in taken}
-        with UseOf(watched(angles)) as use:
+        with BestOf() as best, UseOf(watched(angles)) as use:
             if not self._asks and self._notes(module, named):
                 pass
             elif device == "meta":
                 module(**named)
             else:
                 functional_call(module, _zeros(module), (), named)
+        self._best = int(best.most)
         return bool(use.found)
 
     def _notes(self, module: nn.Module, named: Mapping[str, Any]) -> bool:
@@ -693,6 +789,9 @@ class LayerFinder:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Record what a module passes to attention, and its selection."""
+        if self._entries is not None:  # the mask says which of these it selects
+            key = value = self._entries.kv
+            attention_mask = None
         indices = selection_of(kwargs, attention_mask, self._within_index)
         if indices is not None:
             self._selected, self._selects, attention_mask = indices, True, None

@@ -354,10 +354,10 @@ def _per_layer(model: PreTrainedModel, of_layers: Sequence[Frequencies]) -> list
     for place, module, layer, frequencies in zip(
         places, attention_modules(model), geometry.layers, of_layers, strict=True
     ):
-        if not layer.rope:
+        layer_type = layer_type_of(frequencies.rotary, text, place)
+        if not layer.rope or layer_type not in frequencies.layer_types:  # or it takes several kinds of angles
             rotary.append(None)
             continue
-        layer_type = layer_type_of(frequencies.rotary, text, place)
         apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         if frequencies.complex or layer.latent is not None:  # latents have their own layout
             apply = rotate_neighbours if frequencies.complex else rotate_halves

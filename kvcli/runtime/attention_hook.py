@@ -23,6 +23,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.kv.selected import with_index
 from kvcli.models.auto import layers_of
 from kvcli.models.devices import Placement
+from kvcli.models.entries import EntryCache
 from kvcli.models.geometry import attention_modules, geometry_of_model, reader_modules, state_modules
 from kvcli.models.latent import Latent, Temperature, compressed, taken_out
 from kvcli.models.layers import cache_argument
@@ -67,7 +68,7 @@ class Hook:
         self.latents = [Latent.of(module) for module in modules]
         self.temperatures = [Temperature.of(module) for module in modules]
         self.positions = torch.empty(0)  # [b, n] of the tokens that go through a layer
-        self.index: IndexCache | None = None  # of the layer that runs, if it selects by itself
+        self.index: IndexCache | EntryCache | None = None  # of the layer that runs, if it selects by itself
         self.handler: Handler | None = None  # of the current run
 
     def run(
@@ -179,7 +180,9 @@ def _routed(model: PreTrainedModel, hook: Hook) -> Iterator[Hook]:
         module.kvcli_hook, module.kvcli_layer = hook, layer  # type: ignore[assignment]
     set_attention(model, OWN if hook.geometry.by_itself else NAME)
     try:
-        states = stateful(state_modules(model), hook.geometry.states, lambda: hook.states)
+        making = {hook.modules[layer.index] for layer in hook.geometry.layers if layer.near}
+        keeping = zip(state_modules(model), hook.geometry.states, strict=True)
+        states = stateful([each for each in keeping if each[0] not in making], lambda: hook.states)
         with taken_out(modules), compressed(modules), states, selecting(hook), _noting(hook):
             yield hook
     finally:
@@ -236,7 +239,11 @@ def _attention(
         query = query.contiguous()
     if module in hook.readers:
         return _as_made(hook.read(layer, query, softmax), value), None
-    if hook.index is not None:
+    if isinstance(hook.index, EntryCache):
+        assert attention_mask is not None
+        key = value = hook.index.rows()
+        softmax = softmax._replace(selected=selected_of(given, attention_mask == 0, hook.positions, 1))
+    elif hook.index is not None:
         softmax = softmax._replace(selected=selected_of(given, attention_mask, hook.positions, hook.index.block))
         if hook.index.new is not None:
             key, value = with_index(hook.index.new, key, value, hook.geometry.layers[layer])

@@ -340,5 +340,7 @@ def _later(look_up: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(arg: Any, part: slice | Sequence[int], length: int) -> Any:
-    """Cut an argument; look angles up."""
+    """Cut an argument; look angles up, also those of several kinds (DeepSeek-V4)."""
+    if isinstance(arg, dict):
+        return {name: _cut(item, part, length) for name, item in arg.items()}
     return arg.at(part) if isinstance(arg, _Later) else cut(arg, part, length)

@@ -3,23 +3,27 @@
 DeepSeek Sparse Attention (arXiv 2512.02556, section 2.1) and its kin score all tokens by a small index and attend to
 the best. Within `selecting` each such attention module runs a few queries at a time, so that scores never take more
 than `SCORES_AT_ONCE` bytes. It is given a causal mask, and a cache that has the index keys of the run's sequences.
-Modules that score blocks look at numbers, and run for one sequence at a time (`OwnSelection.alone`).
+Modules that score blocks look at numbers, and run for one sequence at a time (`OwnSelection.alone`). So do those that
+make entries of several tokens: their buffers are a state, which kvcli holds (`kvcli.models.entries`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import DynamicCache
 
 from kvcli.kernels.page_table import EMPTY
 from kvcli.models.auto import rotary_of
+from kvcli.models.entries import EntryCache
 from kvcli.models.layers import CACHE_ARGUMENTS, LayerGeometry, as_tokens, selection_of
 from kvcli.sizes import slices
 
@@ -70,9 +74,7 @@ class IndexCache:
             RuntimeError: this kind of run has no index.
         """
         self.new = indexer_key_states
-        if not isinstance(self.holder, IndexHolder):
-            raise RuntimeError(f"{type(self.holder).__name__} has no index, which layer {self.layer} selects by")
-        whole = self.holder.index(self.layer, indexer_key_states)
+        whole = _index(self.holder, self.layer, indexer_key_states)
         longest = max(map(len, whole))
         alone = len(whole) == 1  # whose keys are not copied
         self.keys = whole[0][None] if alone else torch.stack([pad(x, (0, 0, 0, longest - len(x))) for x in whole])
@@ -81,6 +83,42 @@ class IndexCache:
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Do the same for keys [b, 1, n, c]."""
         return self.update_indexer(idx_k[:, 0], self.layer)[:, None]
+
+
+def _index(holder: object, layer: int, new: Tensor) -> Sequence[Tensor]:
+    if not isinstance(holder, IndexHolder):
+        raise RuntimeError(f"{type(holder).__name__} has no index, which layer {layer} selects by")
+    return holder.index(layer, new)
+
+
+class Buffers:
+    """The buffers of a layer that makes entries, [b, n, c] each, in a run of `hook`."""
+
+    def __init__(self, hook: Hook, layer: LayerGeometry):
+        self.hook, self.layer, number = hook, layer.index, hook.numbers[layer.index]
+        self.state = hook.geometry.states[sum(each.state is not None for each in hook.geometry.decoder[:number])]
+        self.kv = DynamicCache(config=hook.model.config).layers[number]
+        self.tensors: Mapping[str, Tensor] = {}
+
+    @contextmanager
+    def lent(self, hidden: Tensor) -> Iterator[None]:
+        """Have those of all sequences within this context, in which hidden states [b, n, D] go through the layer."""
+        states = self.hook.states
+        if states is None:  # the first tokens
+            new, parts = partial(hidden.new_zeros, len(hidden)), self.state.tensors
+            self.tensors = {part.name: new(*part.shape, dtype=part.dtype) for part in parts}
+            yield
+            return
+        held = states.cache(self.state.index)
+        self.tensors = held.tensors()
+        yield
+        held.started = True
+        states.done(self.state.index, hidden.shape[1])
+
+    def of(self, row: int, first: int) -> EntryCache:
+        """Return the cache of one sequence for tokens from position `first` on."""
+        held = {name: tensor[row : row + 1] for name, tensor in self.tensors.items()}
+        return EntryCache(self.kv, first, lambda new: _index(self.hook.handler, self.layer, new)[0][None], held)
 
 
 @contextmanager
@@ -103,6 +141,7 @@ def _selecting(hook: Hook, layer: LayerGeometry, module: nn.Module) -> Callable[
     forward, taken, selects = module.forward, signature(module.forward), layer.selects
     assert selects is not None
     cache = next(name for name in CACHE_ARGUMENTS if name in taken.parameters)
+    buffers = Buffers(hook, layer) if layer.near else None
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = taken.bind(*args, **kwargs).arguments
@@ -112,35 +151,44 @@ def _selecting(hook: Hook, layer: LayerGeometry, module: nn.Module) -> Callable[
             rope: Any = rotary_of(hook.model)
             every = torch.arange(int(hook.positions.max()) + 1, device=hidden.device).expand(len(hidden), -1)
             given["position_embeddings"] = type(rope).forward(rope, hidden, every)
-        if not selects.alone or len(hidden) == 1:
-            return a_few_at_once(given)
-        outs: list[Any] = []
-        whole = hook.handler
+        with nullcontext() if buffers is None else buffers.lent(hidden):
+            return a_few_at_once(given) if not selects.alone or len(hidden) == 1 else one_by_one(given)
+
+    def one_by_one(given: Mapping[str, Any]) -> Any:
+        outs, rows, whole = list[Any](), len(given["hidden_states"]), hook.handler
         assert isinstance(whole, IndexHolder)
         try:
             for row, hook.handler in enumerate(whole.apart()):
-                only = {name: _row(value, row, len(hidden)) for name, value in given.items()}
+                only = {name: _row(value, row, rows) for name, value in given.items()}
                 with hook.at(hook.positions[row : row + 1]):
-                    outs.append(a_few_at_once(only))
+                    outs.append(a_few_at_once(only, row))
         finally:
             hook.handler = whole
-        return joined([*outs, *outs[-1:] * (len(hidden) - len(outs))], 0)
+        return joined([*outs, *outs[-1:] * (rows - len(outs))], 0)
 
-    def a_few_at_once(given: Mapping[str, Any]) -> Any:
+    def a_few_at_once(given: Mapping[str, Any], row: int = 0) -> Any:
         (b, n), outs = given["hidden_states"].shape[:2], []
-        longest = int(hook.positions.max()) + 1
+        longest = int(hook.positions.max()) // layer.rate + 1
         for part in slices(n, max(1, SCORES_AT_ONCE // max(1, b * selects.scratch * longest))):
             positions = hook.positions[:, part].to(given["hidden_states"].device)
             tokens = int(positions.max()) + 1
             some = {name: cut(value, part, n) for name, value in given.items()}
             if selects.all_angles:
                 some["position_embeddings"] = tuple(each[:, :tokens] for each in given["position_embeddings"])
-            if some.get("attention_mask") is None:
-                some["attention_mask"] = torch.arange(tokens, device=positions.device) <= positions[:, None, :, None]
-            some[cache] = hook.index = IndexCache(layer, hook.handler)
+            if buffers is not None:  # the module adds the mask of entries to one of no tokens
+                some["attention_mask"] = some["hidden_states"].new_zeros(1, 1, positions.shape[1], 0)
+                hook.index = buffers.of(row, int(positions[0, 0]))
+            else:
+                if some.get("attention_mask") is None:
+                    every = torch.arange(tokens, device=positions.device)
+                    some["attention_mask"] = every <= positions[:, None, :, None]
+                hook.index = IndexCache(layer, hook.handler)
+            some[cache] = hook.index
             try:
                 with hook.at(positions):
                     outs.append(forward(**some))
+                if isinstance(hook.index, EntryCache):
+                    hook.index.store()
             finally:
                 hook.index = None
         return joined(outs)
@@ -179,14 +227,16 @@ def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def _row(value: Any, row: int, rows: int) -> Any:
-    """Take one of the rows of tensors [b, ..], and of tuples of them."""
+    """Take one of the rows of tensors [b, ..], and of tuples and dictionaries of them."""
     if isinstance(value, tuple):
         return tuple(_row(item, row, rows) for item in value)
+    if isinstance(value, dict):
+        return {name: _row(item, row, rows) for name, item in value.items()}
     return value[row : row + 1] if isinstance(value, Tensor) and len(value) == rows else value
 
 
 def cut(value: Any, part: slice | Sequence[int], length: int) -> Any:
-    """Cut arguments that are as long as the sequence, and tuples of them.
+    """Cut arguments that are as long as the sequence, and tuples and dictionaries of them.
 
     These are position ids [1, s], rotary tables ([1, s, d], [1, s, d]), inputs of each layer [1, s, p], and factors of
     queries [1, 1, s, 1].
@@ -195,4 +245,6 @@ def cut(value: Any, part: slice | Sequence[int], length: int) -> Any:
         return value[:, part]
     if isinstance(value, Tensor) and value.dim() == 4 and value.shape[2] == length:
         return value[:, :, part]
+    if isinstance(value, dict):
+        return {name: cut(item, part, length) for name, item in value.items()}
     return tuple(cut(item, part, length) for item in value) if isinstance(value, tuple) else value

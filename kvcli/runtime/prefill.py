@@ -28,6 +28,7 @@ from kvcli.kernels.prefill_attention import ROWS, AShape, Pattern, prefill_atten
 from kvcli.kernels.selected_attention import selected_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import LayerCache, both
+from kvcli.kv.entries import attend_to_entries, with_new_entries
 from kvcli.kv.selected import with_new_keys
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.pinned import host_memory
@@ -393,7 +394,9 @@ class PrefillAttention:
         now.kv[-1, :, now.done : stop] = v[0]
         seen_k, seen_v = both(now.kv[:, :, :stop])
         geometry = self.layers[layer]
-        if softmax.selected is not None:
+        if geometry.near:
+            out = attend_to_entries(q[0], seen_k, softmax.of(0), geometry)
+        elif softmax.selected is not None:
             keys, values = (x[..., geometry.index_channels :] for x in (seen_k, seen_v))
             out = selected_attention(q[0], keys, values, softmax.of(0))
         elif self.sparse is not None and geometry.window is None:
@@ -422,8 +425,9 @@ class PrefillAttention:
 
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
         """Return the index keys [n + m, c] of the tokens so far and of the next chunk's `keys` [1, m, c]."""
-        now = self.reading.get(layer) or self._begin(layer, keys)
-        return [with_new_keys(now.kv, now.done, keys[0], self.layers[layer])]
+        now, geometry = self.reading.get(layer) or self._begin(layer, keys), self.layers[layer]
+        add = with_new_entries if geometry.near else with_new_keys
+        return [add(now.kv, now.done, keys[0], geometry)]
 
     def apart(self) -> Sequence[PrefillAttention]:
         """Return this: parts of prompts are read one after another."""

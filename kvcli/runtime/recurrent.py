@@ -157,16 +157,16 @@ class PrefillStates(States):
 
 @contextmanager
 def stateful(
-    modules: Sequence[nn.Module], layers: Sequence[StateGeometry], current: Callable[[], States | None]
+    keeping: Sequence[tuple[nn.Module, StateGeometry]], current: Callable[[], States | None]
 ) -> Iterator[None]:
     """Let these modules continue from the `current` states within this context; without states, from nothing."""
-    for module, layer in zip(modules, layers, strict=True):
+    for module, layer in keeping:
         module.forward = _stateful(module.forward, cache_argument(module), layer, current)
     try:
-        with quiet() if modules else nullcontext():  # they say on stderr which packages would make them faster
+        with quiet() if keeping else nullcontext():  # they say on stderr which packages would make them faster
             yield
     finally:
-        for module in modules:
+        for module, _ in keeping:
             del module.forward  # back to the method of the class
 
 

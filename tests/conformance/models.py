@@ -23,7 +23,7 @@ BOS, EOS, PAD = 0, 1, 2
 
 # The implementations that serve as the reference where sdpa is refused or lacks what the family needs.
 EAGER = frozenset({"bloom", "gemma2", "gpt_neox_japanese", "gpt_oss", "hy_v4", "hy_v4_images", "mimo_v2_flash", "mpt"})
-EAGER |= {"xglm"}
+EAGER |= {"deepseek_v4", "xglm"}
 
 
 SIZES = {
@@ -303,6 +303,12 @@ _GLM5 |= {"layer_types": ["linear_attention", *["indexed_attention"] * 3], "line
 _GLM5 |= {"linear_num_heads": HEADS, "index_kpool": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]}
 _GLM5 |= {"indexer_types": ["full", "full", "shared", "full"]}
 
+_V4 = {"partial_rotary_factor": 0.5, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "hc_mult": 2}
+_V4 |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]}
+_V4 |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12}}
+_V4 |= {"layer_types": [_SLIDING, "compressed_sparse_attention", "heavily_compressed_attention"]}
+_V4["layer_types"] += ["compressed_sparse_attention"]
+
 SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v32": lambda: config_of("DeepseekV32Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
     "glm_moe_dsa": lambda: config_of("GlmMoeDsaConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED_INDEX, q_lora_rank=24),
@@ -345,6 +351,9 @@ SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
         indexer_compress_ratio=4,
         **_FEW_EXPERTS,
         **_DELTA,
+    ),
+    "deepseek_v4": lambda: config_of(  # four tokens in an entry, or twelve, and a window
+        "DeepseekV4Config", **{**_INDEX, "index_topk": 3}, **_V4, sliding_window=10, num_key_value_heads=1
     ),
     "minimax_m3": lambda: config_of(
         "MiniMaxM3VLTextConfig",
@@ -393,6 +402,10 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
                 weight.add_(0.1 * noise + (1.0 if any(part in name for part in ("q_norm", "temp")) else 0.0))
             else:  # biases and attention sinks, which transformers may have drawn from the global random state
                 weight.copy_(noise if "sinks" in name else 0.1 * noise)
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # the experts of each token, all of them the first otherwise
+                drawn = torch.rand(len(table), model.config.n_routed_experts, generator=generator)
+                table.copy_(drawn.argsort(-1)[:, : table.shape[1]])
     return model
 
 

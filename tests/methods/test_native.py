@@ -10,6 +10,7 @@ from command import kvcli
 from families import SELECTING, tiny_checkpoint, tiny_model
 from saving import QUESTIONS, TEXT, tokens
 from saving import run as run_saving
+from transformers import AutoModelForCausalLM
 
 from kvcli.bench.doctor import examine_model
 from kvcli.bench.profiler import ProfileRequest, profile
@@ -27,7 +28,7 @@ from kvcli.kernels.softmax import Softmax
 from kvcli.memory.state import capture
 from kvcli.methods import get_method, method_names
 from kvcli.models.geometry import geometry_of_model
-from kvcli.models.loading import ModelSpec
+from kvcli.models.loading import ModelSpec, load_model
 from kvcli.quality.eval.evaluate import evaluate
 from kvcli.quality.eval.suite import EvaluationPlan
 from kvcli.request import GenerationRequest
@@ -55,18 +56,22 @@ def family(request):
     return model, ids, reference[0, PROMPT:].tolist()
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa", "minimax_m3", "glm5_next"])
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa", "minimax_m3", "glm5_next", "deepseek_v4"])
 def model(request):
     return tiny_model(request.param)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(tiny_checkpoint("glm_moe_dsa", tmp_path_factory.mktemp("glm_moe_dsa")))
+@pytest.fixture(scope="module", params=["glm_moe_dsa", "deepseek_v4"])
+def path(request, tmp_path_factory):
+    return str(tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
 
 
 def selecting(sequence):
     return [layer for layer in sequence.method.retrieval if hasattr(sequence.method.retrieval[layer], "layer")]
+
+
+def recalling(sequence):
+    return [layer for layer in selecting(sequence) if sequence.method.retrieval[layer].pool is not None]
 
 
 @pytest.mark.parametrize("chunk", [7, 30, 400])
@@ -78,8 +83,21 @@ def test_token_for_token_what_transformers_generates(family, name, chunk, monkey
     (sequence,) = run(model, name, SLOTS[name], [ids], STEPS, chunk=chunk)
     assert sequence.token_ids == reference
     for layer in selecting(sequence):
-        attended = sequence.method.attended(layer).sum(1)
-        assert 0 < attended.max() <= geometry_of_model(model).layers[layer].selects.tokens <= 15
+        attended, selects = sequence.method.attended(layer).sum(1), geometry_of_model(model).layers[layer].selects
+        assert selects.tokens <= 15
+        most = selects.near + selects.rate * (selects.tokens or (PROMPT + STEPS) // selects.rate)
+        assert 0 < attended.max() <= most
+
+
+@pytest.mark.parametrize("name", SLOTS)
+@pytest.mark.parametrize("length", [1, 3, 4, 10, 11, 12, 23, 24, 97])
+def test_borders_of_entries_and_of_the_window(name, length):
+    """Four tokens make an entry or twelve do, and the window has ten; steps cross all of them."""
+    model, ids = tiny_model("deepseek_v4"), prompt(length, length)
+    reference = model.generate(torch.tensor([ids]), max_new_tokens=26, do_sample=False, eos_token_id=None)
+    for chunk in (1, 5, 12):
+        (sequence,) = run(model, name, SLOTS[name], [ids], 26, chunk=chunk)
+        assert sequence.token_ids == reference[0, length:].tolist()
 
 
 def test_what_the_device_has_is_not_recalled_again(family):
@@ -87,10 +105,10 @@ def test_what_the_device_has_is_not_recalled_again(family):
     found = {}
     for slots in (16, 24, 48, 4096):
         (sequence,) = run(model, "native", {"slots": slots}, [ids], STEPS)
-        layers = [sequence.counters.cache().layers[layer] for layer in selecting(sequence)]
+        layers = [sequence.counters.cache().layers[layer] for layer in recalling(sequence)]
         assert all(each.pages_requested > 0 for each in layers)
         found[slots] = sum(each.misses for each in layers)
-        for layer, each in zip(selecting(sequence), layers, strict=True):
+        for layer, each in zip(recalling(sequence), layers, strict=True):
             assert each.bytes_to_device == each.misses * sequence.method.retrieval[layer].pool.block_bytes
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert found[16] > found[48]
@@ -150,8 +168,9 @@ def test_forks_and_branches(model, name):
             k, v = torch.randn(2, geometry.num_kv_heads, geometry.head_dim)
             v = k if geometry.latent else v
             seen = of.caches[last].length
-            chosen = torch.stack([torch.randperm(seen)[:11] for _ in range(heads)])
-            chosen = torch.cat((chosen, torch.full((heads, 1), seen)), 1)
+            chosen = torch.stack([torch.randperm(seen // geometry.rate)[:11] for _ in range(heads)])
+            if geometry.rate == 1:  # the newest
+                chosen = torch.cat((chosen, torch.full((heads, 1), seen)), 1)
             outs.append(of.attend(last, q, k, v, Softmax(0.25, selected=chosen[:, None])).clone())
         return torch.stack(outs)
 
@@ -199,6 +218,15 @@ def test_a_sequence_goes_on_from_its_state(model, name):
 def test_questions_on_one_document_are_the_questions_alone(path, name):
     alone = [tokens(run_saving(path, (question,), name))[0] for question in QUESTIONS]
     assert tokens(run_saving(path, QUESTIONS, name)) == alone
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_a_checkpoint_is_read_as_transformers_reads_it(path, name):
+    model, ids = load_model(ModelSpec(path, device="cpu")).module, prompt(4)
+    (found,) = run(model, name, SLOTS[name], [ids], STEPS)
+    same = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    wanted = same.generate(torch.tensor([ids]), max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
+    assert found.token_ids == wanted[0, PROMPT:].tolist()
 
 
 @pytest.mark.parametrize("name", SLOTS)
@@ -310,6 +338,14 @@ def test_the_plan_counts_the_index_and_what_a_step_recalls():
             },
         ),
         ("minimax_m3", {"retrieve": "0", "native selection, top 3 of blocks of 4 tokens": "1-3"}),
+        (
+            "deepseek_v4",
+            {
+                "window of 10": "0",
+                "native selection, top 3 of entries of 4 tokens, and the last 10 tokens": "1, 3",
+                "native selection, entries of 12 tokens, and the last 10 tokens": "2",
+            },
+        ),
     ],
 )
 def test_doctor_says_what_layers_select(name, ways, tmp_path):

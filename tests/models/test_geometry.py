@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -183,6 +184,22 @@ def test_what_depends_on_numbers_is_found_on_zeros():
     ] * LAYERS
     chosen = geometry_of(tiny_config("qwen4_exp"), torch.float32).selects
     assert (chosen.tokens, chosen.channels, chosen.alone, chosen.all_angles) == (12 + 3, HEAD_DIM, True, True)
+
+
+def test_entries_of_several_tokens_are_found():
+    geometry = geometry_of(tiny_config("deepseek_v4"), torch.float32)
+    window, indexed, whole, again = geometry.layers
+    assert (window.window, window.selects, window.latent, window.head_dim) == (10, None, HEAD_DIM - 8, HEAD_DIM)
+    assert (indexed.selects.tokens, indexed.selects.channels, indexed.rate, indexed.near) == (3, 16, 4, 10)
+    assert (whole.selects.tokens, whole.selects.channels, whole.rate, whole.near) == (0, 0, 12, 10)
+    assert again == replace(indexed, index=3)
+    assert [layer.window for layer in geometry.layers] == [10, None, None, None]
+    assert [layer.head_dim for layer in geometry.layers[1:]] == [16 + 2 * HEAD_DIM, 2 * HEAD_DIM, 16 + 2 * HEAD_DIM]
+    assert [layer.grows for layer in geometry.layers] == [0, 8, 2, 8]
+    assert [len(state.tensors) for state in geometry.states] == [8, 2, 8]  # keys and gates: buffers, and an overlap
+    assert {part.shape for part in geometry.states[1].tensors} == {(11, HEAD_DIM)}
+    assert all(state.resumes for state in geometry.states)
+    assert geometry.beside_hidden == 1  # experts are chosen by the token itself
 
 
 @pytest.mark.parametrize(("name", "rotary"), [("opt", False), ("gpt2", False), ("ctrl", False), ("gptj", True)])

@@ -134,7 +134,7 @@ def kinds_of(geometry: ModelGeometry, dense: int) -> list[str]:
 
 def _kind(layer: LayerGeometry, dense: int) -> str:
     """Name the way in which a layer attends."""
-    return "sliding" if layer.window is not None else "dense" if layer.index < dense else "retrieval"
+    return "sliding" if layer.window is not None else "dense" if layer.index < dense else f"retrieval {layer.rate}"
 
 
 @contextmanager
