@@ -24,7 +24,7 @@ from kvcli.kernels.decode_attention import attention_in_chain
 from kvcli.kernels.norm_rope import Rotation, norm_cpu, rotate_cpu
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
-from kvcli.models.auto import layers_of
+from kvcli.models.auto import decoder_of, layers_of
 from kvcli.models.weights import is_plain
 from kvcli.runtime.attention_hook import AttendsToAll
 from kvcli.runtime.fused import Kernels, Parts, Turning, fused_by, gated_of, norm_of, parts_of, projections_of, replaced
@@ -45,7 +45,9 @@ def cpu_layers(model: PreTrainedModel) -> Iterator[None]:
         for layer in whole:
             layer.enter(left)
         if len(whole) == len(found) > 1:
-            AllLayers(whole)
+            decoder = decoder_of(model)
+            around = AroundLayers(decoder, AllLayers(whole))
+            left.enter_context(replaced(decoder, "forward", around.forward(decoder.forward)))
         yield
 
 
@@ -210,11 +212,11 @@ class WholeLayer:
             if products is None:
                 (products,) = own.begin(x, *rows)
             attended = own.hook.attend(own.layer, *own.taken_apart(products, batch, n), own.softmax)
-            given = x, attended.reshape(batch * n, -1)
+            ends = x, attended.reshape(batch * n, -1)
             if together is None:
-                return self.end(*given)[0].view(hidden_states.shape)
+                return self.end(*ends)[0].view(hidden_states.shape)
             following = together.after()
-            out, *more = self.end(*given) if following is None else following(*given, *rows)
+            out, *more = self.end(*ends) if following is None else following(*ends, *rows)
             return together.note(angles, out.view(hidden_states.shape), *more)
 
         return forward
@@ -298,6 +300,7 @@ class AllLayers:
         self.further: dict[int, Chain] = {}  # the loops from a layer's attention to that of the next
         self.whole: Chain | None = None
         self.passing: Tensor | None = None  # what the last layer gives, until its turn is over
+        self.ran: tuple[Tensor, Any, Tensor] | None = None  # hidden states and angles of a step, and what it gave
 
     def through(self, layer: WholeLayer, hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
         """Run all layers at the first one's turn, and let what they give pass the others.
@@ -309,9 +312,17 @@ class AllLayers:
             if self.at == len(self.layers):
                 self.passing, self.at = None, 0
             return hidden
-        self.passing, angles = None, given.get("position_embeddings")
-        one = hidden.shape[:2] == (1, 1) and few(hidden) and not args and given.get("attention_mask") is None
-        if not self.seen or layer is not self.layers[0] or not one or not _suit(angles, 1, 1):
+        self.passing, self.ran, angles = None, None, given.get("position_embeddings")
+        if layer is not self.layers[0] or args or given.get("attention_mask") is not None:
+            return None
+        self.passing = self.step(hidden, angles)
+        if self.passing is not None:
+            self.at, self.ran = 1, (hidden, angles, self.passing)
+        return self.passing
+
+    def step(self, hidden: Tensor, angles: Any) -> Tensor | None:
+        """Run all layers on the hidden states [1, 1, D] of a token, if its step attends to everything."""
+        if not self.seen or hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
             return None
         caches = self._caches()
         if caches is None or any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards:
@@ -322,8 +333,7 @@ class AllLayers:
         (out,) = self.whole(hidden[0], *[angle[0] for angle in angles], tokens=tokens)
         for cache in caches:
             cache.length += 1
-        self.passing, self.at = out[None], 1
-        return self.passing
+        return out[None]
 
     def ready(self, layer: WholeLayer, hidden: Tensor, angles: Any) -> Tensor | None:
         """Return queries, keys and values of a layer that runs by itself, if the loop of the last one made them."""
@@ -376,6 +386,48 @@ class AllLayers:
             attention = attention_in_chain("products", "attended", heads, kv_heads, own.size, own.softmax)
             stages += [_reading("out" if stages else "x", stage) for stage in [*own.stages, attention, *layer.after]]
         return Chain(["x", "cos", "sin"], stages, ["out"])
+
+
+class AroundLayers:
+    """What a decoder does around its layers: embed a token, find its angles, normalise what the layers give.
+
+    Two steps by its own code must show that it does no more. Then a step needs none of that code.
+    """
+
+    def __init__(self, decoder: Any, layers: AllLayers):
+        self.decoder, self.layers = decoder, layers
+        self.trials = 2  # still to come; less than none for a decoder that does more
+        self.result: Any = None  # the kind of the decoder's results
+
+    def forward(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Make the forward of the decoder."""
+
+        def forward(*args: Any, **given: Any) -> Any:
+            asked = {name for name, value in given.items() if value is not None and value is not False}
+            if args or asked != {"input_ids", "position_ids"} or given["input_ids"].shape != (1, 1) or self.trials < 0:
+                return before(*args, **given)
+            ids, positions = given["input_ids"], given["position_ids"]
+            if self.trials == 0:
+                hidden = self.decoder.embed_tokens(ids)
+                out = self.layers.step(hidden, self.decoder.rotary_emb(hidden, position_ids=positions))
+                return before(**given) if out is None else self.result(last_hidden_state=self.decoder.norm(out))
+            result = before(**given)
+            if (ran := self.layers.ran) is not None:
+                self.layers.ran, self.result = None, type(result)
+                self.trials = self.trials - 1 if self._repeats(ids, positions, *ran, result) else -1
+            return result
+
+        return forward
+
+    def _repeats(self, ids: Tensor, positions: Tensor, hidden: Tensor, angles: Any, out: Tensor, result: Any) -> bool:
+        """Tell whether a result, and what the layers were given for it, can be made here."""
+        try:
+            mine = self.decoder.rotary_emb(hidden, position_ids=positions)
+            pairs = zip((self.decoder.embed_tokens(ids), *mine), (hidden, *angles), strict=True)
+            same = torch.equal(self.decoder.norm(out), result.last_hidden_state) and [*result] == ["last_hidden_state"]
+            return same and all(torch.equal(a, b) for a, b in pairs)
+        except (AttributeError, TypeError, ValueError):  # it has other parts
+            return False
 
 
 def _listeners(modules: Sequence[dict[str, Any]]) -> list[Any]:

@@ -233,3 +233,28 @@ def test_layers_run_one_by_one_where_somebody_watches(monkeypatch):
         assert steps(hook, monkeypatch)[1] == [n + 1 for n in alone]  # the layer before ends by itself
         listening.remove()
         assert steps(hook, monkeypatch)[1] == together[1:] + together[-1:] != alone
+
+
+@pytest.mark.parametrize("more", [None, "before", "listener"])
+def test_a_decoder_that_does_no_more_is_left_out_of_a_step(more, monkeypatch):
+    """The first step tries layers out, two show what the decoder does; one that does more goes on to do it."""
+    model, ran = tiny_model("llama"), []
+    decoder = model.model
+    forward = type(decoder).forward
+
+    def run(self, *args, **given):
+        ran.append(given)
+        if more == "before" and "input_ids" in given:
+            given["inputs_embeds"] = 2 * self.embed_tokens(given.pop("input_ids"))
+        return forward(self, *args, **given)
+
+    monkeypatch.setattr(type(decoder), "forward", run)
+    if more == "listener":
+        decoder.norm.register_forward_hook(lambda _, __, out: 2 * out)
+    with attached(model) as hook:
+        expected, _, _ = steps(hook, monkeypatch)
+        ran.clear()
+        with cpu_layers(model):
+            found, _, _ = steps(hook, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(ran) == (5 if more == "before" else 3)
