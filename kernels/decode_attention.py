@@ -376,6 +376,11 @@ def _row_of(n: int) -> int:
     return 16 * ((n + 15) // 16 | 1)
 
 
+def _rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Make room for scores [Hk, G, n or more]."""
+    return like.new_empty(*shape[:2], _row_of(shape[2]))
+
+
 _row_in_loops = inlined(_row_of)
 
 
@@ -482,7 +487,7 @@ def _attend(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, int
         read: tuple[Any, ...] = q, _NOTHING, flat(v), 0, 0, *v.stride()[:2], far
         by_head, by_token = _loops(d, d, shape[1])
     else:
-        scores = q.new_empty(*shape[:2], _row_of(shape[2]))
+        scores = _rows_apart(q, shape)
         form = np.float32(softmax.scale), np.float32(softmax.softcap or 0), d
         read = q.contiguous(), flat(k), flat(v), *k.stride()[:2], *v.stride()[:2], far
         by_head, by_token = _loops(q.shape[2], d, shape[1])

@@ -1,9 +1,9 @@
 """Run the work between the attention of two layers on a CPU in few loops, for a few rows at a time.
 
 A step takes the time of reading the weights; one launch per linear layer and six torch functions per norm would add
-more than that in a small model. So a decoder layer is two loops: up to queries, keys and values, and from what
-attention gave to the next layer. Where a step attends to everything, all layers with their attention are one loop.
-Prompts go through the model's own code, its linear layers through oneDNN.
+more than that in a small model. So a decoder layer is one loop, from what attention gave to the queries, keys and
+values of the next layer. Where a step attends to everything, all layers with their attention are one. Prompts go
+through the model's own code, its linear layers through oneDNN.
 """
 
 from __future__ import annotations
