@@ -2,8 +2,8 @@
 
 A step takes the time of reading the weights; one launch per linear layer and six torch functions per norm would add
 more than that in a small model. So a decoder layer is one loop, from what attention gave to the queries, keys and
-values of the next layer. Where a step attends to everything, all layers with their attention are one. Prompts go
-through the model's own code, its linear layers through oneDNN.
+values of the next layer. Where a step attends to all of a short text, all layers with their attention are one.
+Prompts go through the model's own code, its linear layers through oneDNN.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from kvcli.runtime.linear import by_memory, cpu_linears, few, is_packed, matrix_
 
 MOST = 1 << 16
 """Numbers up to which a single-threaded loop is faster for a norm or a rotation."""
+
+SHORT = 1024
+"""Tokens up to which attention is part of the loop of all layers; for more, its own loop is a fifth faster."""
 
 
 @contextmanager
@@ -283,8 +286,8 @@ class WholeLayer:
 class AllLayers:
     """The layers of a decoder, where each of them takes what the one before it gave, which the first step shows.
 
-    Where a step attends to everything, they are one loop with their attention, for one token of one sequence. Otherwise
-    a layer's loop after attention goes on to the queries, keys and values of the next layer.
+    Where a step attends to all of a short text, they are one loop with their attention, for one sequence. Otherwise a
+    layer's loop after attention goes on to the queries, keys and values of the next layer.
     """
 
     def __init__(self, layers: Sequence[WholeLayer]):
@@ -375,8 +378,9 @@ class AllLayers:
         caches = handler.everything() if isinstance(handler, AttendsToAll) else None
         if caches is None or any(each.softmax.sinks is not None for each in own):
             return None
-        room = all(cache.kv.dtype == torch.float32 and cache.length < cache.kv.shape[2] for cache in caches)
-        return [caches[each.layer] for each in own] if room else None
+        if any(cache.kv.dtype != torch.float32 or cache.length >= min(SHORT, cache.kv.shape[2]) for cache in caches):
+            return None
+        return [caches[each.layer] for each in own]
 
     def _of_all(self) -> Chain:
         stages = list[Stage]()

@@ -218,6 +218,18 @@ def test_a_step_with_full_attention_is_one_loop(family, monkeypatch):
     assert launched[1:] == [2] * 4
 
 
+def test_a_long_text_is_attended_to_by_its_own_loop(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(layers, "SHORT", 3)
+    with attached(model) as hook:
+        expected, _, _ = steps(hook, monkeypatch)
+        with cpu_layers(model):
+            found, launched, _ = steps(hook, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert launched[1:3] == [2, 2]
+    assert launched[3] == launched[4] == len(hook.geometry.layers) + 2  # before the first, after each; the head
+
+
 def test_layers_run_one_by_one_where_somebody_watches(monkeypatch):
     """Spans are wanted, attention is observed, or a layer is listened to; afterwards they run together again."""
     model, heard = tiny_model("llama"), []
