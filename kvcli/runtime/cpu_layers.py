@@ -318,17 +318,18 @@ class AllLayers:
         self.passing, self.ran, angles = None, None, given.get("position_embeddings")
         if layer is not self.layers[0] or args or given.get("attention_mask") is not None:
             return None
-        self.passing = self.step(hidden, angles)
+        self.passing = self.step(lambda: (hidden, angles))
         if self.passing is not None:
             self.at, self.ran = 1, (hidden, angles, self.passing)
         return self.passing
 
-    def step(self, hidden: Tensor, angles: Any) -> Tensor | None:
-        """Run all layers on the hidden states [1, 1, D] of a token, if its step attends to everything."""
-        if not self.seen or hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
-            return None
-        caches = self._caches()
+    def step(self, given: Callable[[], tuple[Tensor, Any]]) -> Tensor | None:
+        """Run all layers on a token, if its step attends to everything, `given` hidden states [1, 1, D] and angles."""
+        caches = self._caches() if self.seen else None
         if caches is None or any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards:
+            return None
+        hidden, angles = given()
+        if hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
             return None
         if self.whole is None:
             self.whole = self._of_all()
@@ -412,8 +413,7 @@ class AroundLayers:
                 return before(*args, **given)
             ids, positions = given["input_ids"], given["position_ids"]
             if self.trials == 0:
-                hidden = self.decoder.embed_tokens(ids)
-                out = self.layers.step(hidden, self.decoder.rotary_emb(hidden, position_ids=positions))
+                out = self.layers.step(lambda: self._given(ids, positions))
                 return before(**given) if out is None else self.result(last_hidden_state=self.decoder.norm(out))
             result = before(**given)
             if (ran := self.layers.ran) is not None:
@@ -423,11 +423,16 @@ class AroundLayers:
 
         return forward
 
+    def _given(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
+        """Make what the layers are given."""
+        hidden = self.decoder.embed_tokens(ids)
+        return hidden, self.decoder.rotary_emb(hidden, position_ids=positions)
+
     def _repeats(self, ids: Tensor, positions: Tensor, hidden: Tensor, angles: Any, out: Tensor, result: Any) -> bool:
         """Tell whether a result, and what the layers were given for it, can be made here."""
         try:
-            mine = self.decoder.rotary_emb(hidden, position_ids=positions)
-            pairs = zip((self.decoder.embed_tokens(ids), *mine), (hidden, *angles), strict=True)
+            embedded, mine = self._given(ids, positions)
+            pairs = zip((embedded, *mine), (hidden, *angles), strict=True)
             same = torch.equal(self.decoder.norm(out), result.last_hidden_state) and [*result] == ["last_hidden_state"]
             return same and all(torch.equal(a, b) for a, b in pairs)
         except (AttributeError, TypeError, ValueError):  # it has other parts
