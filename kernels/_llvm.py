@@ -90,6 +90,45 @@ def call_at(_: Any, place: Any, numbers: Any) -> Any:
     return types.none(place, numbers), call
 
 
+@intrinsic
+def fetch_and_add(_: Any, numbers: Any, at: Any, more: Any) -> Any:
+    """Add to an integer that other threads add to as well; return what it was."""
+    from numba import types
+
+    def add(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, given[0]).data
+        return builder.atomic_rmw("add", builder.gep(data, [given[1]]), given[2], "seq_cst")
+
+    return types.int64(numbers, at, more), add
+
+
+@intrinsic
+def fetched(_: Any, numbers: Any, at: Any) -> Any:
+    """Read an integer that other threads add to; what they wrote before is seen afterwards."""
+    from numba import types
+
+    def read(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, given[0]).data
+        return builder.load_atomic(builder.gep(data, [given[1]]), "seq_cst", 8)
+
+    return types.int64(numbers, at), read
+
+
+@intrinsic
+def let_others_run(_: Any) -> Any:
+    """Give the processor to another thread that waits for it."""
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    def give(context: Any, builder: Any, __: Any, ___: Any) -> Any:
+        declare: Any = cgutils.get_or_insert_function
+        builder.call(declare(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.none(), give
+
+
 LOT = 64  # numbers handled at once: bytes of an AVX-512 register, bits of a mask
 
 

@@ -194,12 +194,13 @@ def run(loop: Any, numbers: int, *arguments: Any) -> None:
     loop(*_arrays(arguments))
 
 
-def use_threads(numbers: int) -> None:
-    """Let loops that read `numbers` numbers use as many threads as torch, fewer if they read little."""
+def use_threads(numbers: int) -> int:
+    """Let loops that read `numbers` numbers use as many threads as torch, fewer for little; return how many."""
     threads = min(torch.get_num_threads(), _most_threads(), 1 + numbers // WORTH_A_THREAD)
     if getattr(_set, "threads", 0) != threads:
         numba.set_num_threads(threads)
         _set.threads = threads
+    return threads
 
 
 def run_alone(loop: Any, *arguments: Any) -> Any:

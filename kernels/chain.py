@@ -4,11 +4,16 @@
     products   y_i = W_i . x + b_i + z_i          of several weights at once; b and z where there are any
     gate       y_i = silu(W_i . x) * V_i . x
 
+    attention  of the heads of one new token to all tokens
+
 A step reads every weight once. What stands between two products takes a thousandth of their time, and to start a loop
-from Python some hundred times longer than that: so a whole chain is one call, and its threads meet at each product.
+from Python, or threads, some hundred times longer than that. So a whole chain is one call that starts its threads once.
+A thread takes a share of a stage when it has done one, and goes on to the next stage when all shares are done. It waits
+only for shares that a running thread has taken, so that any number of threads comes to the end.
 
 A weight's own loop multiplies some of its rows, in any format: `kvcli.kernels.gemv` and `kvcli.kernels.packed_linear`
-have them. They are called by their addresses, so that the loop here is compiled once for all formats.
+have them. They are called by their addresses, so that the loop here is compiled once for all formats; the loops of
+attention (`kvcli.kernels.decode_attention`) likewise.
 
 Shapes: x [m, in] fp32, W [out, in]; m is a few.
 """
@@ -23,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.kernels._llvm import at_address, call_at, exp
+from kvcli.kernels._llvm import at_address, call_at, exp, fetch_and_add, fetched, let_others_run
 from kvcli.kernels._numba import compiled, compiled_at, inlined, prange, use_threads
 
 ROWS = 32  # rows of a weight per thread at once
 _LINE = 16  # numbers of a cache line
-_INPUTS = 3  # at most
+_INPUTS = 4  # at most
 
 
 class Matrix(NamedTuple):
@@ -89,11 +94,42 @@ class TurnedHeads(NamedTuple):
     width: int
 
 
-Stage = Normalised | Products | Gate | TurnedHeads
-_NORM, _PRODUCTS, _GATE, _HEADS = range(4)
+class Attention(NamedTuple):
+    """Append the newest key and value, and attend to all tokens, for one row.
+
+    The row `x` has the queries, the keys and the values of its heads of `size` numbers, one after another. `loops`
+    attend to `piece` tokens of a KV head, and merge a head's pieces; `room` gives the numbers that they write for so
+    many tokens, and `form` [2] has scale and softcap of the scores. `attention_in_chain` of
+    `kvcli.kernels.decode_attention` makes it.
+    """
+
+    x: str
+    out: str
+    heads: int
+    kv_heads: int
+    size: int
+    loops: tuple[int, int]
+    piece: int
+    room: Callable[[int], int]
+    form: Tensor
+
+
+class Tokens(NamedTuple):
+    """Keys and values [2, Hk, capacity, d], and how many tokens there are with the newest one."""
+
+    kv: Tensor
+    length: int
+
+
+Stage = Normalised | Products | Gate | TurnedHeads | Attention
+_NORM, _PRODUCTS, _GATE, _HEADS, _ATTEND, _MERGE = range(6)
+
+# What the loops of attention are told: addresses of keys and values, numbers from head to head and from token to token,
+# sizes; the addresses of scale and softcap, and of room.
+KEYS, VALUES, HEAD, TOKEN, KV_HEADS, PIECE, FORM, LENGTH, ROOM, TOLD = range(10)
 
 # What a stage is to the loop: numbers, places among the inputs and results, and addresses of what does not move.
-_KIND, _X, _OUT, _PLUS, _WEIGHT, _BLOCKS, _WIDTH, _SIZE, _CHANNELS, _ANGLES, _COS, _SIN, _FIELDS = range(13)
+_KIND, _X, _OUT, _PLUS, _WEIGHT, _BLOCKS, _WIDTH, _FIRST, _SIZE, _CHANNELS, _ANGLES, _COS, _SIN, _FIELDS = range(14)
 
 
 @inlined
@@ -180,54 +216,95 @@ def _rotate(x: Any, cos: Any, sin: Any, channels: Any, turned: Any) -> None:
 
 
 @inlined
-def _heads(stage: Any, constants: Any, places: Any, rows: Any) -> None:
-    first, size, channels, width = stage[_OUT], stage[_SIZE], stage[_CHANNELS], stage[_ANGLES]
-    x, turned = floats(places[stage[_X]], rows, stage[_WIDTH]), np.empty(size, np.float32)
+def _head(stage: Any, constants: Any, places: Any, rows: Any, head: Any) -> None:
+    size, channels, width = stage[_SIZE], stage[_CHANNELS], stage[_ANGLES]
+    x, turned, first = floats(places[stage[_X]], rows, stage[_WIDTH]), np.empty(size, np.float32), stage[_FIRST]
     for m in range(rows):
-        for h in range(stage[_BLOCKS]):
-            own = x[m, first + h * size : first + h * size + size]
-            if stage[_WEIGHT]:
-                _normalise(own, floats(stage[_WEIGHT], size), constants, own)
-            if channels:
-                cos, sin = floats(places[stage[_COS]], rows, width), floats(places[stage[_SIN]], rows, width)
-                _rotate(own, cos[m], sin[m], floats(channels, 3, size), turned)
+        own = x[m, first + head * size : first + head * size + size]
+        if stage[_WEIGHT]:
+            _normalise(own, floats(stage[_WEIGHT], size), constants, own)
+        if channels:
+            cos, sin = floats(places[stage[_COS]], rows, width), floats(places[stage[_SIN]], rows, width)
+            _rotate(own, cos[m], sin[m], floats(channels, 3, size), turned)
+
+
+@inlined
+def _blocks(stage: Any, told: Any) -> Any:
+    """Return how many blocks a stage has; any thread may do any of them."""
+    if stage[_KIND] == _ATTEND:
+        of = told[stage[_PLUS]]
+        return of[KV_HEADS] * ((of[LENGTH] + of[PIECE] - 1) // of[PIECE])
+    return stage[_BLOCKS]
+
+
+@inlined
+def _do(stage: Any, constants: Any, matrices: Any, places: Any, told: Any, rows: Any, block: Any) -> None:
+    kind, x, out, width = stage[_KIND], places[stage[_X]], places[stage[_OUT]], stage[_WIDTH]
+    if kind == _NORM:
+        given, normed = floats(x, rows, width), floats(out, rows, width)
+        for m in range(rows):
+            _normalise(given[m], floats(stage[_WEIGHT], width), constants, normed[m])
+    elif kind == _HEADS:
+        _head(stage, constants, places, rows, block)
+    elif kind in (_ATTEND, _MERGE):
+        call_at(stage[_WEIGHT], (told[stage[_PLUS]].ctypes.data, x, out, block))
+    else:
+        _block(stage, matrices, places, places[len(places) - 1], rows, block)
+
+
+_SHARES = 16  # numbers per stage: two cache lines, one for the shares taken, one for those done
+_TURNS = 1024  # of waiting, some microseconds, before others may run
+
+
+@inlined
+def _work(
+    stages: Any, matrices: Any, constants: Any, places: Any, told: Any, rows: Any, threads: Any, shares: Any, _: Any
+) -> None:
+    """Go through all stages, and do the shares that no other thread has taken."""
+    for s in range(len(stages)):
+        blocks = _blocks(stages[s], told)
+        count = min(blocks, threads)
+        share = fetch_and_add(shares, s * _SHARES, 1)
+        while share < count:
+            for block in range(share * blocks // count, (share + 1) * blocks // count):
+                _do(stages[s], constants[s], matrices, places, told, rows, np.int64(block))
+            fetch_and_add(shares, s * _SHARES + _SHARES // 2, 1)
+            share = fetch_and_add(shares, s * _SHARES, 1)
+        turns = 0
+        while fetched(shares, s * _SHARES + _SHARES // 2) < count:
+            turns += 1
+            if turns % _TURNS == 0:
+                let_others_run()
 
 
 @compiled
-def _run(stages: Any, matrices: Any, constants: Any, begins: Any, inputs: Any, results: Any, rows: Any) -> None:
+def _run(stages: Any, matrices: Any, constants: Any, told: Any, given: Any, rows: Any, threads: Any) -> None:
+    inputs, results, begins = given
     places = np.empty(len(inputs) + len(begins), np.int64)  # addresses of inputs and results
     for at in range(len(inputs)):
         places[at] = inputs[at]
     for at in range(len(begins)):
         places[len(inputs) + at] = results + 4 * rows * begins[at]
-    held = places[len(places) - 1]
-    for s in range(len(stages)):
-        stage = stages[s]
-        if stage[_KIND] == _NORM:
-            x, out = floats(places[stage[_X]], rows, stage[_WIDTH]), floats(places[stage[_OUT]], rows, stage[_WIDTH])
-            for m in range(rows):
-                _normalise(x[m], floats(stage[_WEIGHT], stage[_WIDTH]), constants[s], out[m])
-        elif stage[_KIND] == _HEADS:
-            _heads(stage, constants[s], places, rows)
-        else:
-            for block in prange(stage[_BLOCKS]):
-                _block(stage, matrices, places, held, rows, np.int64(block))
+    shares = np.zeros(len(stages) * _SHARES, np.int64)
+    for thread in prange(threads):
+        _work(stages, matrices, constants, places, told, rows, threads, shares, thread)
 
 
 class Chain:
-    """Stages, each of which reads one of up to three inputs or the result of an earlier stage, by its name.
+    """Stages, each of which reads one of up to four inputs or the result of an earlier stage, by its name.
 
-    `returned` results are given back. Weights, biases and norms must stay where they are in memory.
+    A result of the name of an earlier one, and as wide, takes its place. `returned` results are given back. Weights,
+    biases and norms must stay where they are in memory.
     """
 
     def __init__(self, inputs: Sequence[str], stages: Sequence[Stage], returned: Sequence[str]):
         self._matrices, self._kept = list[Matrix](), list[Any]()
-        self._stages = np.zeros((len(stages), _FIELDS), np.int64)
-        self._constants = np.zeros((len(stages), 2), np.float32)
-        self._held, self._widths = 0, dict[str, int]()  # of results
         self._names = [*inputs, *[""] * (_INPUTS - len(inputs))]
-        for at, stage in enumerate(stages):
-            self._add(self._stages[at], self._constants[at], stage)
+        self._held, self._widths = 0, dict[str, int]()  # of results
+        self._rows, self._attentions = list[tuple[Any, Any]](), list[Attention]()
+        for stage in stages:
+            self._add(stage)
+        self._stages, self._constants = (np.array(rows) for rows in zip(*self._rows, strict=True))
         self._powers = any(matrix.powers for matrix in self._matrices)
         self._numbers = sum(matrix.rows * matrix.columns for matrix in self._matrices)
         begins, self._row = list[int](), 0  # numbers of a row of all results, one after another
@@ -237,18 +314,31 @@ class Chain:
         named = dict(zip(self._widths, begins, strict=False))
         self._begins, self._returned = np.array(begins), [(named[name], self._widths[name]) for name in returned]
         self._loops: dict[int, Any] = {}
+        self._told, self._held_in = np.zeros((len(self._attentions), TOLD), np.int64), list[Any]()
+        self._kinds = {(each.heads, each.kv_heads, each.size): each for each in self._attentions}.values()
 
-    def _add(self, fields: Any, constants: Any, stage: Stage) -> None:
-        fields[_X], fields[_OUT], fields[_PLUS] = self._names.index(stage.x), len(self._names), -1
-        fields[_WEIGHT] = len(self._matrices)
+    def _add(self, stage: Stage) -> None:
+        fields, constants = np.zeros(_FIELDS, np.int64), np.zeros(2, np.float32)
+        self._rows.append((fields, constants))
+        fields[_X], fields[_PLUS] = self._names.index(stage.x), -1
+        fields[_WEIGHT], fields[_BLOCKS] = len(self._matrices), 1
         if isinstance(stage, TurnedHeads):
-            fields[_KIND], fields[_OUT], fields[_BLOCKS], fields[_SIZE] = _HEADS, stage.first, stage.heads, stage.size
+            fields[_KIND], fields[_FIRST], fields[_BLOCKS], fields[_SIZE] = _HEADS, stage.first, stage.heads, stage.size
             fields[_WIDTH], fields[_ANGLES], fields[_WEIGHT] = self._widths[stage.x], stage.width, 0
             if stage.norm is not None:
                 fields[_WEIGHT], constants[:] = self._address(stage.norm[0]), stage.norm[1:]
             if stage.turn is not None:
                 fields[_CHANNELS] = self._address(torch.stack([table.float() for table in stage.turn]))
                 fields[_COS], fields[_SIN] = self._names.index("cos"), self._names.index("sin")
+            return
+        if isinstance(stage, Attention):
+            fields[_KIND], width, fields[_PLUS] = _ATTEND, stage.heads * stage.size, len(self._attentions)
+            fields[_WEIGHT], fields[_BLOCKS] = stage.loops[0], stage.kv_heads
+            merging = fields.copy()
+            merging[_KIND], merging[_WEIGHT] = _MERGE, stage.loops[1]
+            merging[_OUT] = fields[_OUT] = self._place(stage.out, width)
+            self._rows.append((merging, constants))
+            self._attentions.append(stage)
             return
         if isinstance(stage, Normalised):
             fields[_KIND], width, fields[_WEIGHT] = _NORM, len(stage.weight), self._address(stage.weight)
@@ -263,26 +353,49 @@ class Chain:
             fields[_KIND], width = _GATE, stage.gate.rows
             fields[_BLOCKS], self._held = -(-width // ROWS), max(self._held, 2 * width)
             self._matrices += [stage.gate, stage.up]
-        fields[_WIDTH] = self._widths[stage.out] = width
-        self._names.append(stage.out)
+        fields[_WIDTH], fields[_OUT] = width, self._place(stage.out, width)
+
+    def _place(self, name: str, width: int) -> int:
+        """Return where a result of so many numbers a row goes."""
+        if name not in self._widths:
+            self._names.append(name)
+        self._widths[name] = max(width, self._widths.get(name, 0))
+        return self._names.index(name)
 
     def _address(self, table: Tensor) -> int:
         self._kept.append(kept := table.detach().contiguous())
         return kept.data_ptr()
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        """Run, given the inputs [m, ..] in their order; return what is asked for [m, ..]."""
+    def __call__(self, *inputs: Tensor, tokens: Sequence[Tokens] = ()) -> list[Tensor]:
+        """Run, given the inputs [m, ..] in their order, and the tokens of each attention; return what is asked for."""
         m = inputs[0].shape[0]
         rows = 1 << (m - 1).bit_length() if self._powers else m
-        given = [x.contiguous() if rows == m else functional.pad(x, (0, 0, 0, rows - m)) for x in inputs]
+        wide = [x.contiguous() if rows == m else functional.pad(x, (0, 0, 0, rows - m)) for x in inputs]
         matrices = self._loops.get(rows)
         if matrices is None:
             matrices = self._loops[rows] = self._for(rows)
         results = inputs[0].new_empty(rows * self._row)
-        places = (*[x.data_ptr() for x in given], 0, 0)[:_INPUTS]  # so many: the loop is compiled for their number
-        use_threads(self._numbers)
-        _run(self._stages, matrices, self._constants, self._begins, places, results.data_ptr(), rows)
+        places = (*[x.data_ptr() for x in wide], 0, 0, 0)[:_INPUTS]  # so many: the loop is compiled for their number
+        told, _room = self._tell(tokens, results)
+        threads = use_threads(self._numbers)
+        given = places, results.data_ptr(), self._begins
+        _run(self._stages, matrices, self._constants, told, given, rows, threads)
         return [results.as_strided((m, width), (width, 1), rows * begin) for begin, width in self._returned]
+
+    def _tell(self, tokens: Sequence[Tokens], like: Tensor) -> tuple[Any, Tensor | None]:
+        """Return what the loops of attention are told, and the room that they need, one after another."""
+        if not tokens:
+            return self._told, None
+        held = [(kv.data_ptr(), kv.stride()) for kv, _ in tokens]
+        if held != self._held_in:
+            self._held_in, rows = held, list[tuple[int, ...]]()
+            for each, (at, (part, head, token, _)) in zip(self._attentions, held, strict=True):
+                rows.append((at, at + 4 * part, head, token, each.kv_heads, each.piece, each.form.data_ptr(), 0, 0))
+            self._told[:] = rows
+        told, lengths = self._told.copy(), [length for _, length in tokens]
+        room = like.new_empty(max(each.room(max(lengths)) for each in self._kinds))
+        told[:, LENGTH], told[:, ROOM] = lengths, room.data_ptr()
+        return told, room
 
     def _for(self, rows: int) -> Any:
         """Return what loops need to know of all weights, for so many rows of x."""

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels import gemv
-from kvcli.kernels._llvm import AHEAD, exp, prefetch
-from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
+from kvcli.kernels import chain, gemv
+from kvcli.kernels._llvm import AHEAD, at_address, exp, prefetch
+from kvcli.kernels._numba import compiled, compiled_at, flat, inlined, prange, run, serves
 from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import (
     add_sinks,
@@ -35,6 +35,7 @@ from kvcli.kernels.block_attention import (
     block_attention_ref,
     merge_blocks,
 )
+from kvcli.kernels.chain import floats
 from kvcli.kernels.gemv import FAR, PIECE, TOKENS, apart, dot, dots, heads_side_by_side
 from kvcli.kernels.page_table import PagedKV, SlotLayout
 from kvcli.kernels.paged_attention import paged_decode_attention
@@ -279,6 +280,40 @@ def _merge(parts: Any, out: Any, lse: Any) -> None:
                     row[c] /= total
 
 
+@inlined
+def _attend_to_piece(
+    read: Any, at: Any, given: Any, scores: Any, n: int, h: int, own: int, sums: Any, sizes: tuple[int, int, int]
+) -> None:
+    """Attend to the piece `own` of a head's n tokens; `sizes` are known at compile time."""
+    (q, k, v, k_head, k_token, v_head, v_token, far), (form, log_counts, valid), (d, d_v, group) = read, given, sizes
+    first, last = own * PIECE, min(own * PIECE + PIECE, n)
+    part = (last - first) // 4  # four streams: a processor prefetches in each
+    if len(at) and len(k):
+        rows = at[h % len(at)]
+        for j in range(first, first + part):
+            dots(q, k, h, j, part, _begins(k, d, rows, h * k_head, k_token, j, part), d, group, scores)
+        for j in range(first + 4 * part, last):
+            dot(q, k, h, j, np.uint64(h * k_head + rows[j] * k_token), d, group, scores)
+    elif len(k):
+        for j in range(first, first + part):
+            dots(q, k, h, j, part, apart(k, h * k_head + j * k_token, k_token, part, d, far), d, group, scores)
+        for j in range(first + 4 * part, last):
+            dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
+    weigh(scores, h, first, last, form, log_counts, valid, sums)
+    if len(at):
+        rows = at[h % len(at)]
+        for j in range(first, first + part):
+            _mix(scores, v, h, j, part, _begins(v, d_v, rows, h * v_head, v_token, j, part), d_v, group, sums)
+        for j in range(first + 4 * part, last):
+            _mix_one(scores, v, h, j, np.uint64(h * v_head + rows[j] * v_token), d_v, group, sums)
+    else:
+        for j in range(first, first + part):
+            here = apart(v, h * v_head + j * v_token, v_token, part, d_v, far)
+            _mix(scores, v, h, j, part, here, d_v, group, sums)
+        for j in range(first + 4 * part, last):
+            _mix_one(scores, v, h, j, np.uint64(h * v_head + j * v_token), d_v, group, sums)
+
+
 @cache
 def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
     """Make the loops over keys of d and values of d_v numbers, for `group` queries that share a KV head.
@@ -295,33 +330,9 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
         pieces = (n + PIECE - 1) // PIECE
         for piece in prange(len(scores) * pieces):
             h, own = piece // pieces, piece % pieces
-            first, last = own * PIECE, min(own * PIECE + PIECE, n)
-            part = (last - first) // 4  # four streams: a processor prefetches in each
-            if len(at) and len(k):
-                rows = at[h % len(at)]
-                for j in range(first, first + part):
-                    dots(q, k, h, j, part, _begins(k, d, rows, h * k_head, k_token, j, part), d, group, scores)
-                for j in range(first + 4 * part, last):
-                    dot(q, k, h, j, np.uint64(h * k_head + rows[j] * k_token), d, group, scores)
-            elif len(k):
-                for j in range(first, first + part):
-                    dots(q, k, h, j, part, apart(k, h * k_head + j * k_token, k_token, part, d, far), d, group, scores)
-                for j in range(first + 4 * part, last):
-                    dot(q, k, h, j, np.uint64(h * k_head + j * k_token), d, group, scores)
-            sums = parts[h, begin + own]  # aligned to a cache line by torch; numba's memory may not be
-            weigh(scores, h, first, last, form, log_counts, valid, sums)
-            if len(at):
-                rows = at[h % len(at)]
-                for j in range(first, first + part):
-                    _mix(scores, v, h, j, part, _begins(v, d_v, rows, h * v_head, v_token, j, part), d_v, group, sums)
-                for j in range(first + 4 * part, last):
-                    _mix_one(scores, v, h, j, np.uint64(h * v_head + rows[j] * v_token), d_v, group, sums)
-            else:
-                for j in range(first, first + part):
-                    here = apart(v, h * v_head + j * v_token, v_token, part, d_v, far)
-                    _mix(scores, v, h, j, part, here, d_v, group, sums)
-                for j in range(first + 4 * part, last):
-                    _mix_one(scores, v, h, j, np.uint64(h * v_head + j * v_token), d_v, group, sums)
+            rows, how = (q, k, v, k_head, k_token, v_head, v_token, far), (form, log_counts, valid)  # no nested tuples
+            # aligned to a cache line by torch; numba's memory may not be
+            _attend_to_piece(rows, at, how, scores, n, h, own, parts[h, begin + own], (d, d_v, group))
         if begin + pieces == parts.shape[1]:
             _merge(parts, out, lse)
 
@@ -354,6 +365,77 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
             _merge(parts, out, lse)
 
     return by_head, by_token
+
+
+def _row_of(n: int) -> int:
+    """Return the numbers of a row for n scores; a loop writes one in each row at a time.
+
+    Rows take an odd number of cache lines, so that these are in different sets of a cache. Powers of two would be in
+    the same one: for 16 rows of 16,384 numbers, attention took 1.5 times as long.
+    """
+    return 16 * ((n + 15) // 16 | 1)
+
+
+def rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Make room for scores [Hk, G, n or more]."""
+    return like.new_empty(*shape[:2], _row_of(shape[2]))
+
+
+_row_in_loops = inlined(_row_of)
+
+
+@inlined
+def _room(told: Any, d: int, group: int) -> Any:
+    """View the room of a chain's attention: scores, and the results of all pieces."""
+    heads, n = told[chain.KV_HEADS], told[chain.LENGTH]
+    row, begin = _row_in_loops(n), told[chain.ROOM]
+    parts = floats(begin + 4 * heads * group * row, heads, (n + PIECE - 1) // PIECE, group, d + LINE)
+    return floats(begin, heads, group, row), parts
+
+
+@cache
+def _loops_in_chain(d: int, group: int) -> tuple[int, int]:
+    """Make the loops of a `kvcli.kernels.chain.Attention`: of a piece of a head, and over a head's pieces.
+
+    They get the addresses of what they are told, of the products, and of the results; and which piece or head.
+    """
+
+    def attend_to_piece(place: int, x: int, _: int, unit: int) -> None:
+        told = at_address(place, np.int64(0), chain.TOLD)
+        heads, n, head, token = told[chain.KV_HEADS], told[chain.LENGTH], told[chain.HEAD], told[chain.TOKEN]
+        scores, parts = _room(told, d, group)
+        pieces, span = parts.shape[1], (heads - 1) * head + (n - 1) * token + d
+        h, own = unit // pieces, unit % pieces
+        k, v = floats(told[chain.KEYS], span), floats(told[chain.VALUES], span)
+        if own == pieces - 1:  # the newest token is in it
+            newest, to = floats(x, (group + 2) * heads, d), h * head + (n - 1) * token
+            for c in range(d):
+                k[to + c] = newest[group * heads + h, c]
+                v[to + c] = newest[(group + 1) * heads + h, c]
+        read = floats(x, heads, group, d), k, v, head, token, head, token, n * heads * d >= FAR
+        form, rows = floats(told[chain.FORM], 2), at_address(place, np.int64(0), (0, 0))
+        none = at_address(place, np.float32(0), (0, 1, 0)), at_address(place, np.uint8(0), (0, 0))
+        given = (form[0], form[1], d), none[0], none[1]
+        _attend_to_piece(read, rows, given, scores, n, h, own, parts[h, own], (d, d, group))
+
+    def merge(place: int, _: int, out: int, h: int) -> None:
+        told = at_address(place, np.int64(0), chain.TOLD)
+        _, parts = _room(told, d, group)
+        of_head = floats(out, told[chain.KV_HEADS], group, d)[h : h + 1]
+        _merge(parts[h : h + 1], of_head, np.empty((1, group), np.float32))
+
+    return compiled_at(attend_to_piece, 4), compiled_at(merge, 4)
+
+
+def attention_in_chain(x: str, out: str, heads: int, kv_heads: int, size: int, softmax: Softmax) -> chain.Attention:
+    """Describe attention to all tokens to `kvcli.kernels.chain`."""
+
+    def room(tokens: int) -> int:
+        return heads * (_row_of(tokens) + -(-tokens // PIECE) * (size + LINE))
+
+    form = torch.tensor([softmax.scale, softmax.softcap or 0.0])
+    loops = _loops_in_chain(size, heads // kv_heads)
+    return chain.Attention(x, out, heads, kv_heads, size, loops, PIECE, room, form)
 
 
 @compiled
@@ -421,15 +503,6 @@ def attend_set(tokens: TokenSet, shape: tuple[int, int, int], softmax: Softmax, 
         at = _ALL if rows is None else rows.contiguous()
         run(by_head, 2 * scores.numel() * d, read, at, given, (scores, shape[2], *into))
     return scores
-
-
-def rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Make room for scores [Hk, G, n or more], of which a loop writes one in each row at a time.
-
-    Rows take an odd number of cache lines, so that these are in different sets of a cache. Powers of two would be in
-    the same one: for 16 rows of 16,384 numbers, attention took 1.5 times as long.
-    """
-    return like.new_empty(*shape[:2], 16 * (-(-shape[2] // 16) | 1))
 
 
 def decode_attention_ref(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

@@ -429,6 +429,19 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         count_disk(self.context, layer, self.caches[layer])
         return out
 
+    def everything(self) -> Sequence[DenseCache] | None:
+        """Return the caches of all layers if `attend` only appends and attends to everything, unseen by anybody.
+
+        Who does that instead adds to their `length`.
+        """
+        kind, context, plan = type(self), self.context, self.plan
+        usual = kind.attend is Method.attend and kind.attend_to is Method.attend_to and kind.retrieve is Method.retrieve
+        chooses = plan.index is not None or plan.turn is not None or plan.evict is not None
+        if not usual or (chooses and self.retrieval) or context.timeline.enabled or context.attention_observer:
+            return None
+        dense = [cache for cache in self.caches if type(cache) is DenseCache]
+        return dense if len(dense) == len(self.caches) else None
+
     def attended(self, layer: int) -> Tensor:
         """Return which tokens the last `attend` read, the current one included: bool [Hk, length]."""
         return self.caches[layer].attended()

@@ -62,7 +62,6 @@ class Full(Method[FullConfig, DenseCache | NarrowCache | EntryLayerCache[DenseCa
 
         return EntryLayerCache(layer, capacity, tiers, dense) if layer.near else dense(layer, capacity)
 
-
     @property
     @override
     def step_plan(self) -> StepPlan:

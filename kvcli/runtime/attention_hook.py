@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvcli.compat import attention_implementation, set_attention
 from kvcli.errors import usage_error
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import DenseCache
 from kvcli.kv.selected import with_index
 from kvcli.models.auto import layers_of
 from kvcli.models.devices import Placement
@@ -50,6 +51,14 @@ class Reads(Protocol):
 
     def read(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
         """Attend to the KV of `layer` with the queries of a later one: q [b, H, n, d] -> [b, n, H, d]."""
+
+
+@runtime_checkable
+class AttendsToAll(Protocol):
+    """A handler that may attend to everything, which a loop over all layers then does in its place."""
+
+    def everything(self) -> Sequence[DenseCache] | None:
+        """Return the caches to which a step appends, and to all of which it attends; None if it does more."""
 
 
 class Hook:

@@ -1,8 +1,9 @@
 """Run the work between the attention of two layers on a CPU in few loops, for a few rows at a time.
 
 A step takes the time of reading the weights; one launch per linear layer and six torch functions per norm would add
-more than that in a small model. So a decoder layer is two loops: up to queries, keys and values, and from what
-attention gave to the next layer. Prompts go through the model's own code, its linear layers through oneDNN.
+more than that in a small model. So a decoder layer is one loop, from what attention gave to the queries, keys and
+values of the next layer. Where a step attends to all of a short text, all layers with their attention are one.
+Prompts go through the model's own code, its linear layers through oneDNN.
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Stage, TurnedHeads
+from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Stage, Tokens, TurnedHeads
+from kvcli.kernels.decode_attention import attention_in_chain
 from kvcli.kernels.norm_rope import Rotation, norm_cpu, rotate_cpu
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import DenseCache
 from kvcli.models.auto import layers_of
 from kvcli.models.weights import is_plain
+from kvcli.runtime.attention_hook import AttendsToAll
 from kvcli.runtime.fused import Kernels, Parts, Turning, fused_by, gated_of, norm_of, parts_of, projections_of, replaced
 from kvcli.runtime.linear import by_memory, cpu_linears, few, is_packed, matrix_of, rows_of, suits_gemv
 
 MOST = 1 << 16
 """Numbers up to which a single-threaded loop is faster for a norm or a rotation."""
+
+SHORT = 1024
+"""Tokens up to which attention is part of the loop of all layers; for more, its own loop is a fifth faster."""
 
 
 @contextmanager
@@ -35,10 +42,13 @@ def cpu_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run a few rows by loops, and linear layers of more rows at the memory's speed, if possible."""
     linears: Any = (module for module in model.modules() if _knows(module))
     loops = any(map(suits_gemv, linears))
-    whole = [WholeLayer.of(layer) for layer in layers_of(model)] if loops else []
+    found = [WholeLayer.of(layer) for layer in layers_of(model)] if loops else []
+    whole = [layer for layer in found if layer is not None]
     with fused_by(CpuKernels(), model) if loops else nullcontext(), cpu_linears(model), ExitStack() as left:
-        for layer in filter(None, whole):
+        for layer in whole:
             layer.enter(left)
+        if len(whole) == len(found) > 1:
+            AllLayers(whole)
         yield
 
 
@@ -103,6 +113,7 @@ class Attending(NamedTuple):
 
     hook: Any
     layer: int
+    stages: Sequence[Stage]
     begin: Chain
     softmax: Softmax
     sizes: Sequence[int]
@@ -152,14 +163,15 @@ class WholeLayer:
             Gate("normed", "inner", gate, up),
             Products("inner", "out", [down], plus="sum"),
         ]
-        self.end = Chain(["x", "attended"], after, ["out"])
+        self.after, self.end = after, Chain(["x", "attended"], after, ["out"])
         own_norms = [getattr(self.attention, name, None) for name in ("q_norm", "k_norm")]
         self.head_norms = [norm_of(norm) if isinstance(norm, nn.Module) else None for norm in own_norms]
         passed = [*parts, *mlp, *projections, output, *own_norms]
         self.passed = [vars(module) for module in passed if isinstance(module, nn.Module)]
-        self.listeners = [own[kind] for own in self.passed for kind in ("_forward_hooks", "_forward_pre_hooks")]
+        self.listeners = _listeners(self.passed)
         self.tried = False
         self.own: Attending | None = None
+        self.all: AllLayers | None = None
 
     @classmethod
     def of(cls, layer: nn.Module) -> WholeLayer | None:
@@ -182,20 +194,31 @@ class WholeLayer:
     def enter(self, left: ExitStack) -> None:
         """Run the layer, once its modules run by loops."""
         self.forwards = [own.get("forward") for own in self.passed]
-        left.enter_context(replaced(self.layer, "forward", self._forward(self.layer.forward)))
+        self.forward = self._forward(self.layer.forward)
+        left.enter_context(replaced(self.layer, "forward", self.forward))
 
     def _forward(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+            if self.all is not None and (out := self.all.through(self, hidden_states, args, given)) is not None:
+                return out
             x, angles = rows_of(hidden_states) if few(hidden_states) else None, given.get("position_embeddings")
             (batch, n, _), own = hidden_states.shape, None
             # Only the layer itself knows what `args` are.
-            if x is not None and not args and _suit(angles, batch, n) and not self._watched():
+            if x is not None and not args and _suit(angles, batch, n) and not self.watched():
                 own = self.own if self.own is not None or self.tried else self._try(hidden_states, given)
             if x is None or angles is None or own is None:
                 return before(hidden_states, *args, **given)
-            (products,) = own.begin(x, *[angle.flatten(0, 1) for angle in angles])
+            rows, together = [angle.flatten(0, 1) for angle in angles], self.all
+            products = None if together is None else together.ready(self, hidden_states, angles)
+            if products is None:
+                (products,) = own.begin(x, *rows)
             attended = own.hook.attend(own.layer, *own.taken_apart(products, batch, n), own.softmax)
-            return self.end(x, attended.reshape(batch * n, -1))[0].view(hidden_states.shape)
+            ends = x, attended.reshape(batch * n, -1)
+            if together is None:
+                return self.end(*ends)[0].view(hidden_states.shape)
+            following = together.after()
+            out, *more = self.end(*ends) if following is None else following(*ends, *rows)
+            return together.note(angles, out.view(hidden_states.shape), *more)
 
         return forward
 
@@ -232,7 +255,9 @@ class WholeLayer:
         if len(asked) != 2 or asked[0][3].selected is not None or asked[0][3][:2] != asked[1][3][:2]:
             return None
         for turned in (True, False):
-            own = Attending(hook, layer, self._chain(angles[0].shape[-1], turned), asked[0][3], self.sizes, size)
+            stages = self._stages(angles[0].shape[-1], turned)
+            begin = Chain(["x", "cos", "sin"], stages, ["products"])
+            own = Attending(hook, layer, stages, begin, asked[0][3], self.sizes, size)
             (products,) = own.begin(x.flatten(0, 1), *(angle.flatten(0, 1) for angle in angles))
             mine = own.taken_apart(products, batch, n)
             if all(_close(a, b) for what in asked for a, b in zip(mine, what[:3], strict=True)):
@@ -240,8 +265,8 @@ class WholeLayer:
                 break
         return self.own
 
-    def _chain(self, width: int, turned: bool) -> Chain:
-        """Make the loop up to queries, keys and values."""
+    def _stages(self, width: int, turned: bool) -> list[Stage]:
+        """List what leads to queries, keys and values."""
         size, columns = self.attention.head_dim, self.sizes
         turning = getattr(sys.modules[type(self.attention).__module__], "apply_rotary_pos_emb", None)
         turn = turning.tables(size, width, torch.device("cpu")) if turned and isinstance(turning, Turning) else None
@@ -249,8 +274,126 @@ class WholeLayer:
         for first, rows, norm in zip((0, columns[0]), columns, self.head_norms, strict=False):
             if turn is not None or norm is not None:
                 stages.append(TurnedHeads("products", first, rows // size, size, norm, turn, width))
-        return Chain(["x", "cos", "sin"], stages, ["products"])
+        return stages
 
-    def _watched(self) -> bool:
+    def watched(self) -> bool:
         """Tell whether somebody listens to a module, or replaced what it does."""
         return any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards
+
+
+class AllLayers:
+    """The layers of a decoder, where each of them takes what the one before it gave, which the first step shows.
+
+    Where a step attends to all of a short text, they are one loop with their attention, for one sequence. Otherwise a
+    layer's loop after attention goes on to the queries, keys and values of the next layer.
+    """
+
+    def __init__(self, layers: Sequence[WholeLayer]):
+        self.layers = layers
+        self.passed = [own for layer in layers for own in (vars(layer.layer), *layer.passed)]
+        self.listeners, self.forwards = _listeners(self.passed), [own.get("forward") for own in self.passed]
+        for layer in layers:
+            layer.all = self
+        self.at = 0  # the layer whose turn is next
+        self.given: tuple[Any, Any] = (None, None)  # its hidden states and angles, if layers follow each other
+        self.products: Tensor | None = None  # its queries, keys and values, if they are made already
+        self.seen = False  # whether all layers were seen to follow each other
+        self.further: dict[int, Chain] = {}  # the loops from a layer's attention to that of the next
+        self.whole: Chain | None = None
+        self.passing: Tensor | None = None  # what the last layer gives, until its turn is over
+
+    def through(self, layer: WholeLayer, hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+        """Run all layers at the first one's turn, and let what they give pass the others.
+
+        None means that a layer has to run by itself.
+        """
+        if hidden is self.passing and layer is self.layers[self.at]:
+            self.at += 1
+            if self.at == len(self.layers):
+                self.passing, self.at = None, 0
+            return hidden
+        self.passing = None
+        if layer is self.layers[0] and not args and given.get("attention_mask") is None:
+            self.passing = self._step(hidden, given.get("position_embeddings"))
+            self.at = 0 if self.passing is None else 1
+        return self.passing
+
+    def _step(self, hidden: Tensor, angles: Any) -> Tensor | None:
+        """Run all layers on a token's hidden states [1, 1, D], if its step attends to everything."""
+        if hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
+            return None
+        caches = self._caches() if self.seen else None
+        if caches is None or any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards:
+            return None
+        if self.whole is None:
+            self.whole = self._of_all()
+        tokens = [Tokens(cache.kv, cache.length + 1) for cache in caches]
+        (out,) = self.whole(hidden[0], *[angle[0] for angle in angles], tokens=tokens)
+        for cache in caches:
+            cache.length += 1
+        return out[None]
+
+    def ready(self, layer: WholeLayer, hidden: Tensor, angles: Any) -> Tensor | None:
+        """Return queries, keys and values of a layer that runs by itself, if the loop of the last one made them."""
+        if layer is self.layers[0]:
+            self.at, self.given, self.products = 0, (hidden, angles), None
+        if layer is self.layers[self.at] and hidden is self.given[0] and angles is self.given[1]:
+            return self.products
+        self.given = None, None
+        return None
+
+    def after(self) -> Chain | None:
+        """Return the loop from the attention of the layer whose turn it is to that of the next, if there is one."""
+        at = self.at
+        if not self.seen or self.given[0] is None or at + 1 == len(self.layers):
+            return None
+        following = self.layers[at + 1]
+        its = vars(following.layer)
+        if following.own is None or its["forward"] is not following.forward or any(_listeners([its])):
+            return None
+        if following.watched():
+            return None
+        if at not in self.further:
+            stages = [*self.layers[at].after, *[_reading("out", stage) for stage in following.own.stages]]
+            self.further[at] = Chain(["x", "attended", "cos", "sin"], stages, ["out", "products"])
+        return self.further[at]
+
+    def note(self, angles: Any, out: Tensor, products: Tensor | None = None) -> Tensor:
+        """Keep for the next layer what the last one gave, and return that."""
+        if self.given[0] is not None:
+            self.at, self.given, self.products = self.at + 1, (out, angles), products
+            if self.at == len(self.layers):
+                self.at, self.given, self.seen = 0, (None, None), True
+        return out
+
+    def _caches(self) -> Sequence[DenseCache] | None:
+        """Return the caches of all layers if a step appends and attends to all of their tokens, and no more."""
+        own = [cast(Attending, layer.own) for layer in self.layers]
+        handler = own[0].hook.handler
+        caches = handler.everything() if isinstance(handler, AttendsToAll) else None
+        if caches is None or any(each.softmax.sinks is not None for each in own):
+            return None
+        if any(cache.kv.dtype != torch.float32 or cache.length >= min(SHORT, cache.kv.shape[2]) for cache in caches):
+            return None
+        return [caches[each.layer] for each in own]
+
+    def _of_all(self) -> Chain:
+        stages = list[Stage]()
+        for layer in self.layers:
+            own = cast(Attending, layer.own)
+            heads, kv_heads = (rows // own.size for rows in own.sizes[:2])
+            attention = attention_in_chain("products", "attended", heads, kv_heads, own.size, own.softmax)
+            stages += [_reading("out" if stages else "x", stage) for stage in [*own.stages, attention, *layer.after]]
+        return Chain(["x", "cos", "sin"], stages, ["out"])
+
+
+def _listeners(modules: Sequence[dict[str, Any]]) -> list[Any]:
+    """List what holds the listeners of modules, given by their variables; where one is not empty, somebody listens."""
+    return [own[kind] for own in modules for kind in ("_forward_hooks", "_forward_pre_hooks")]
+
+
+def _reading(x: str, stage: Stage) -> Stage:
+    """Let a stage that reads a layer's input read it by another name."""
+    if isinstance(stage, Products) and stage.plus == "x":
+        return stage._replace(plus=x)
+    return stage._replace(x=x) if stage.x == "x" else stage

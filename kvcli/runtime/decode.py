@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from kvcli.kernels._numba import compiling
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.cache import DenseCache
 from kvcli.kv.selected import SelectingCache
 from kvcli.methods.card import BLOCKING
 from kvcli.methods.contract import AnyMethod
@@ -50,6 +51,10 @@ class BlockingPipeline:
         """Attend with one token per sequence to KV that `layer` has: q [b, H, 1, d] -> [b, 1, H, d]."""
         outs = [method.attend_to(layer, q[row, :, 0], softmax) for row, method in enumerate(self.methods)]
         return self._stacked(outs, len(q))
+
+    def everything(self) -> Sequence[DenseCache] | None:
+        """Return the caches if there is one sequence, and its step only attends to everything."""
+        return self.methods[0].everything() if len(self.methods) == 1 else None
 
     def _stacked(self, outs: list[Tensor], rows: int) -> Tensor:
         """Stack the outputs [H, d] of all methods into rows [b, 1, H, d]."""

@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvcli.kernels import _numba, gemv, packed_linear
-from kvcli.kernels.chain import Chain, Gate, Normalised, Products, TurnedHeads
+from kvcli.kernels import _numba, chain, gemv, packed_linear
+from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Tokens, TurnedHeads
+from kvcli.kernels.decode_attention import attention_in_chain, decode_attention_ref
 from kvcli.kernels.norm_rope import Rotation, rms_norm_ref, rotate_ref
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
+from kvcli.kernels.softmax import Softmax
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 
@@ -80,3 +82,66 @@ def test_heads_are_normalised_and_rotated_in_place(normed, turned):
         rotate_ref(own, own[:, :0], Rotation(cos[None], sin[None], partner, column, sign))
     near(found[:, :first], wanted[:, :first])
     near(found[:, first:], own[0].transpose(0, 1).reshape(tokens, -1))
+
+
+def attending(group, kv_heads, d, softmax=None):
+    """Products, and attention by them: the chain, and the matrix."""
+    heads = group * kv_heads
+    matrix, weight, _ = plain((heads + 2 * kv_heads) * d, D, 7)
+    attention = attention_in_chain("products", "out", heads, kv_heads, d, softmax or Softmax(d**-0.5))
+    return Chain(["x"], [Products("x", "products", [matrix]), attention], ["products", "out"]), weight
+
+
+def cache_of(kv_heads, d, held, capacity):
+    """Keys and values of some tokens, and nonsense where there are none."""
+    kv = torch.full((2, kv_heads, capacity, d), torch.nan)
+    kv[:, :, :held] = noise(2, kv_heads, held, d, seed=8)
+    return kv
+
+
+@pytest.mark.parametrize("held", [0, 1, 6, 1023, 1024, 2500])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "d", "softcap"), [(1, 1, 16, None), (3, 3, 64, None), (8, 2, 20, 2.0), (5, 3, 80, None)]
+)
+def test_attention_appends_and_reads_everything(group, kv_heads, d, softcap, held):
+    softmax = Softmax(d**-0.5, softcap)
+    chain, _ = attending(group, kv_heads, d, softmax)
+    x, kv = noise(1, D), cache_of(kv_heads, d, held, held + 3)
+    before = kv.clone()
+    products, out = chain(x, tokens=[Tokens(kv, held + 1)])
+    q, k, v = products.view(-1, d).split([group * kv_heads, kv_heads, kv_heads])
+    assert torch.equal(kv[:, :, held], torch.stack([k, v]))
+    kv[:, :, held] = torch.nan
+    torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
+    k, v = (torch.cat([x[:, :held], new[:, None]], 1).double() for x, new in zip(before, (k, v), strict=True))
+    near(out.view(-1, d), decode_attention_ref(q.double(), k, v, softmax))
+
+
+def test_attentions_of_several_layers_have_their_own_tokens():
+    group, kv_heads, d = 2, 2, 16
+    matrices = [plain((group + 2) * kv_heads * d, D, seed) for seed in (1, 2)]
+    stages = []
+    for at, (matrix, _, _) in enumerate(matrices):
+        attention = attention_in_chain("products", f"out{at}", group * kv_heads, kv_heads, d, Softmax(1.0))
+        stages += [Products("x", "products", [matrix]), attention]
+    x, held = noise(1, D), (1500, 4)
+    caches = [cache_of(kv_heads, d, count, 1501) for count in held]
+    outs = Chain(["x"], stages, ["out0", "out1"])(
+        x, tokens=[Tokens(kv, count + 1) for kv, count in zip(caches, held, strict=True)]
+    )
+    for out, kv, count, (_, weight, _) in zip(outs, caches, held, matrices, strict=True):
+        q = (x.double() @ weight.T).view(-1, d)[: group * kv_heads]
+        k, v = kv[:, :, : count + 1].double()
+        near(out.view(-1, d), decode_attention_ref(q, k, v, Softmax(1.0)))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_number_of_threads_gives_the_same(threads, monkeypatch):
+    """Also more than there are: a thread takes what nobody has taken."""
+    chained, _ = attending(3, 3, 64)
+    x, kv = noise(1, D), cache_of(3, 64, 3000, 3001)
+    expected = chained(x, tokens=[Tokens(kv, 3001)])
+    use = chain.use_threads
+    monkeypatch.setattr(chain, "use_threads", lambda numbers: (use(numbers), threads)[1])
+    for found, wanted in zip(chained(x, tokens=[Tokens(kv, 3001)]), expected, strict=True):
+        assert torch.equal(found, wanted)

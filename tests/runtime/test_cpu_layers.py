@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from engine import new_method
 from families import FAMILIES, VOCAB, tiny_model
 from gguf import GGMLQuantizationType, quants
 from torch.nn import functional
@@ -13,7 +14,9 @@ from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
 from kvcli.runtime import cpu_layers as layers
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.cpu_layers import cpu_layers
+from kvcli.runtime.decode import BlockingPipeline
 from kvcli.runtime.linear import cpu_linears
+from kvcli.telemetry.timeline import Timeline
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 
@@ -71,9 +74,9 @@ def launches(depth, hooked, monkeypatch):
     return len(launched)
 
 
-@pytest.mark.parametrize(("hooked", "of_a_layer"), [(True, 2), (False, 4)])
+@pytest.mark.parametrize(("hooked", "of_a_layer"), [(True, 1), (False, 4)])
 def test_launches_of_a_layer(hooked, of_a_layer, monkeypatch):
-    """Before and after attention; or queries, keys and values; what attention gave; gate and up; down."""
+    """From one attention to the next; or queries, keys and values; what attention gave; gate and up; down."""
     assert launches(3, hooked, monkeypatch) - launches(2, hooked, monkeypatch) == of_a_layer
 
 
@@ -183,3 +186,62 @@ def test_packed_weights_are_read_as_they_are(kinds, monkeypatch):
         patch.setattr(packed_linear, "unpack_rows", None)
         found = logits(model)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def steps(hook, monkeypatch, listening=None, **known):
+    """The logits of five steps of full attention, the numbers of loops that they launched, and the keys and values."""
+    method = new_method("full", {}, hook.geometry.layers, 5, **known)
+    launched, loop, found = [0] * 5, chain._run, []
+    for at in range(5):
+
+        def counted(*arguments, at=at):
+            launched[at] += 1
+            loop(*arguments)
+
+        tokens, positions = TOKENS[:1, at % 3 :][:, :1], torch.tensor([[at]])
+        with monkeypatch.context() as patch, torch.inference_mode():
+            patch.setattr(chain, "_run", counted)
+            found.append(hook.run(BlockingPipeline([method]), tokens, positions))
+    return torch.cat(found), launched, torch.stack([cache.kv for cache in method.caches])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_step_with_full_attention_is_one_loop(family, monkeypatch):
+    """And another one for the head; the first steps try layers out."""
+    model = tiny_model(family)
+    with attached(model) as hook:
+        expected, _, kept = steps(hook, monkeypatch)
+        with cpu_layers(model):
+            found, launched, held = steps(hook, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(held, kept, rtol=1e-4, atol=1e-5)
+    assert launched[1:] == [2] * 4
+
+
+def test_a_long_text_is_attended_to_by_its_own_loop(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(layers, "SHORT", 3)
+    with attached(model) as hook:
+        expected, _, _ = steps(hook, monkeypatch)
+        with cpu_layers(model):
+            found, launched, _ = steps(hook, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert launched[1:3] == [2, 2]
+    assert launched[3] == launched[4] == len(hook.geometry.layers) + 2  # before the first, after each; the head
+
+
+def test_layers_run_one_by_one_where_somebody_watches(monkeypatch):
+    """Spans are wanted, attention is observed, or a layer is listened to; afterwards they run together again."""
+    model, heard = tiny_model("llama"), []
+    with attached(model) as hook, cpu_layers(model):
+        expected, together, _ = steps(hook, monkeypatch)
+        found, alone, _ = steps(hook, monkeypatch, attention_observer=lambda *_: heard.append(1))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert len(heard) == 5 * len(hook.geometry.layers)
+        timeline = Timeline(enabled=True)
+        assert steps(hook, monkeypatch, timeline=timeline)[1] == alone
+        assert len([span for span in timeline.spans if span.name == "attention"]) == 5 * len(hook.geometry.layers)
+        listening = model.model.layers[1].register_forward_hook(lambda *_: heard.append(1))
+        assert steps(hook, monkeypatch)[1] == [n + 1 for n in alone]  # the layer before ends by itself
+        listening.remove()
+        assert steps(hook, monkeypatch)[1] == together[1:] + together[-1:] != alone
