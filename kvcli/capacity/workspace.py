@@ -23,7 +23,8 @@ class Workspace:
     """Bytes of each term, on the `device` and in the `host` memory of a GPU.
 
     Meanwhile `away` bytes of the caches on the device wait in host memory. After the prompts are read `stacked` bytes
-    are needed twice: a layer of a batch exists in its old and its stacked form.
+    are needed in addition: a layer of a batch exists in its old and its stacked form, or a layer that selects by itself
+    scores the tokens of all sequences.
     """
 
     device: Mapping[str, int]
@@ -107,10 +108,9 @@ class Workspace:
             "a chunk in a layer": itemsize * 2 * rotary * chunk + most - buffers,
         }
         if geometry.selects is not None:
-            scratch = max(each.selects.scratch for each in geometry.layers if each.selects is not None)
             read = chunk * geometry.selects.tokens * layer.num_kv_heads * layer.head_dim
             gathered = min(AT_ONCE, torch.float32.itemsize * read)
-            scores = min(SCORES_AT_ONCE, scratch * chunk * length)
+            scores = min(SCORES_AT_ONCE, geometry.scratch * chunk * length)
             terms["the model's own selection"] = scores + 3 * gathered  # keys, values, both in fp32
         if geometry.shares:
             terms["KV that later layers read"] = read_again
