@@ -49,6 +49,8 @@ def _obstacle(profile: Profile, checkpoint: Checkpoint, watching: str | None, ke
         return f"{watching} {_IN_PHASES[watching]}"
     if any(layer.selects is not None and layer.selects.alone for layer in checkpoint.geometry.layers):
         return "modules that look at numbers to select are served by the blocking pipeline alone"
+    if checkpoint.geometry.selects is not None and checkpoint.placement is not None:
+        return "layers that select by themselves on several devices are served by the blocking pipeline alone"
     if checkpoint.geometry.by_itself:
         return "modules that attend by themselves are served by the blocking pipeline alone"
     form = checkpoint.geometry.form

@@ -9,6 +9,7 @@ from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.methods import get_method
 from kvcli.methods.card import BLOCKING, GRAPH, PIECEWISE, gpu_step_of
+from kvcli.models.devices import Placement
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime import pipeline as steppers
@@ -53,6 +54,9 @@ def test_layers_that_select_by_themselves_are_served_in_pieces(method, monkeypat
     checkpoint = open_checkpoint(ModelSpec(str(tiny_checkpoint("deepseek_v32", tmp_path))))
     profile, made = resolve_profile(method), []
     assert pipelines.choose("overlapped", profile, checkpoint) == "overlapped"
+    on_two = replace(checkpoint, placement=Placement({}, (), (), ()))
+    with pytest.raises(KvcliError, match="several devices"):
+        pipelines.choose("overlapped", profile, on_two)
     for each in STEPPERS.values():
         monkeypatch.setattr(steppers, each, watched(getattr(steppers, each), made))
     texts = []
