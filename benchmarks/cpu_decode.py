@@ -36,11 +36,13 @@ from pathlib import Path
 import torch
 from common import RESULTS, arguments, ratios, save, spread
 from random_weights import CONFIG, FREEKV, INDEXED, WARMUP, Run, kvcli_steps, made_up_kv, stepping
-from transformers import DeepseekV32ForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers import DeepseekV32ForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from kvcli.bench.runs import TokenClock
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.models.layers import cache_argument
+from kvcli.runtime.sequence import RunningSequence
+from kvcli.telemetry.timeline import Timeline
 
 HERE = Path(__file__).parents[1]
 SLOTS = (2048, 8192, 32_768)  # tokens of a layer on the device
@@ -193,19 +195,24 @@ def indexed(contexts: list[int], steps: int, repeats: int) -> list[dict]:
             profile = resolve_profile("native", overrides={"slots": slots})
             runs |= {("native", slots, steady): Run(profile, steady) for steady in (False, True)}
         times: dict[tuple, list[float]] = {key: [] for key in runs}
+        kv_times: dict[tuple, list[float]] = {key: [] for key in runs}
         ended = {}
         for _ in range(repeats):
             for key, run in runs.items():
-                *_, ended[key] = stepping(run, model, None, context, steps)
+                ended[key], of_kv = with_phases(run, model, context, steps)
                 times[key].append(statistics.median(ended[key].decode_ms[WARMUP:]))
+                kv_times[key].append(statistics.median(of_kv[WARMUP:]))
         for key, sequence in ended.items():
             method, slots, steady = key
             cache, taken = sequence.counters.cache(), len(sequence.decode_ms)
             row: dict = {"context": context, "method": method, "slots": slots, "steady": steady}
             row |= {"step_ms": spread(times[key]), "over_full": ratios(times[key], times["full", None, False])}
+            row["kv_ms"] = spread(kv_times[key])
+            row["index_bytes"] = sum(each.traffic(context).scored for each in sequence.method.caches)
             row["device_bytes"] = sequence.method.footprint().device
             row["device_bytes_by_plan"] = row["device_bytes"] / planned(method, slots, context, taken + 1)
             said = f"{context:>7,} {method} {slots or ''}{' steady' * steady} {row['step_ms']['median']:.1f} ms"
+            said += f", {row['kv_ms']['median']:.1f} of them at KV"
             said += f", {row['over_full']['median']:.2f}x full, {row['device_bytes'] / 2**20:.0f} MiB on the device"
             if cache.pages_requested:
                 row["hit_rate"] = 1 - cache.misses / cache.pages_requested
@@ -216,6 +223,19 @@ def indexed(contexts: list[int], steps: int, repeats: int) -> list[dict]:
             print(said, flush=True)
             rows.append(row)
     return rows
+
+
+def with_phases(run: Run, model: PreTrainedModel, context: int, steps: int) -> tuple[RunningSequence, list[float]]:
+    """Take steps: the sequence, and of each step the milliseconds that tokens take to be stored, recalled, attended to.
+
+    The rest of a step is the model's own: its layers, and the index that they score.
+    """
+    timeline, seen, taken = Timeline(enabled=True), 0, []
+    for sequence in stepping(run, model, None, context, steps, timeline):
+        spans, seen = timeline.spans[seen:], len(timeline.spans)
+        taken.append(sum(each.end - each.start for each in spans) / 1000)
+        ended = sequence
+    return ended, taken
 
 
 def planned(method: str, slots: int | None, context: int, tokens: int) -> int:

@@ -18,6 +18,7 @@ from kvcli.runtime.engine import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.runtime.sequence import RunningSequence
 from kvcli.telemetry.counters import Counters
+from kvcli.telemetry.timeline import Timeline
 
 CONFIG = LlamaConfig(
     vocab_size=32_000,
@@ -93,14 +94,16 @@ def kvcli_steps(
 
 
 @torch.inference_mode()
-def stepping(run: Run, model: PreTrainedModel, kv: list | None, context: int, steps: int) -> Iterator[RunningSequence]:
+def stepping(
+    run: Run, model: PreTrainedModel, kv: list | None, context: int, steps: int, timeline: Timeline | None = None
+) -> Iterator[RunningSequence]:
     """Take a step of kvcli's loop with a method whenever the next item is asked for: the sequence.
 
-    Without `kv`, the method is also shown queries of the prompt, which some choose by.
+    Without `kv`, the method is also shown queries of the prompt, which some choose by. The `timeline` shows phases.
     """
     sampling = Sampling(max_tokens=1 + steps + WARMUP, ignore_eos=True)
     with engine(model_of(model), [context + sampling.max_tokens]) as ready:
-        method = ready.method(run.profile, ready.context(context, sampling.max_tokens))
+        method = ready.method(run.profile, ready.context(context, sampling.max_tokens, timeline=timeline))
         if kv is None:
             RandomKV(0, torch.device("cpu"), torch.float32).fill([method], ready.layers, context)
         for layer, (k, v) in enumerate(kv or ()):

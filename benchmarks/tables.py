@@ -55,10 +55,15 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+INDEXED = ("context", "method", "tokens on the device", "queries", "step, ms", "over full", "of it KV, ms")
+INDEXED += ("MiB of index", "MiB on the device", "over plan", "hits", "MiB recalled a step", "over plan's most")
+
+
 def indexed_row(row: dict[str, Any]) -> list[str]:
-    """Write a row of `cpu_indexed.json`: the last columns are empty where everything is on the device."""
+    """Write a row of `cpu_indexed.json` under `INDEXED`: the last cells are empty where everything is on the device."""
     run = [f"{row['context']:,}", f"`{row['method']}`"]
-    taken = [f"{row['step_ms']['median']:.1f}", said(row["over_full"])]
+    taken = [f"{row['step_ms']['median']:.1f}", said(row["over_full"]), f"{row['kv_ms']['median']:.1f}"]
+    taken.append(f"{row['index_bytes'] / 2**20:.1f}")
     held = [f"{row['device_bytes'] / 2**20:.1f}", f"{row['device_bytes_by_plan']:.2f}x"]
     if not row["slots"]:
         return [*run, "", "", *taken, *held, "", "", ""]
@@ -115,11 +120,8 @@ def main() -> None:
             "peak GB",
         ]
         table("The same GGUF file in several programs, on a CPU (`peers_cpu.json`)", heads, peers)
-    if (RESULTS / "cpu_indexed.json").exists():
-        indexed = [indexed_row(row) for row in rows_of("cpu_indexed")]
-        heads = ["context", "method", "tokens on the device", "queries", "step, ms", "over full"]
-        heads += ["MiB on the device", "over plan", "hits", "MiB recalled a step", "over plan's most"]
-        table("A model that selects by itself, on a CPU (`cpu_indexed.json`)", heads, indexed)
+    indexed = [indexed_row(row) for row in rows_of("cpu_indexed")]
+    table("A model that selects by itself, on a CPU (`cpu_indexed.json`)", [*INDEXED], indexed)
     rows = rows_of("cpu_methods")
     contexts = sorted({row["context"] for row in rows})
     found = {(row["method"], row["context"]): row for row in rows}

@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from common import put_between_marks  # noqa: E402
+from tables import INDEXED, indexed_row, rows_of  # noqa: E402
 
 NAME = "kvcli"
 SPEED = ROOT / "benchmarks" / "results" / "cpu_decode.json"
@@ -58,7 +59,7 @@ def generated() -> dict[Path, str]:
         python: put_between_marks(loading, keyword_table(GENERATION), "generate"),
         readme: put_between_marks(put_between_marks(shown, needs_table(), "needs"), speed, "speed"),
         methods: put_between_marks(methods.read_text(), methods_page(cards), "methods"),
-        results: put_between_marks(results.read_text(), speed, "speed"),
+        results: put_between_marks(put_between_marks(results.read_text(), speed, "speed"), indexed_table(), "indexed"),
         ROOT / "docs" / "reference.md": reference(commands),
         ROOT / "docs" / "kvcli.1": man_page(commands),
     }
@@ -139,6 +140,11 @@ def speed_table() -> str:
         cells = (f"{row[key]['median']:.1f}x" for key in columns.values())
         lines.append(_row((f"{row['context'] // 1024}K", *cells)))
     return "\n".join(lines) + "\n"
+
+
+def indexed_table() -> str:
+    """Steps of a model that selects by itself, from the results of `benchmarks/cpu_decode.py --indexed`."""
+    return "\n".join(_table(INDEXED, [tuple(indexed_row(row)) for row in rows_of("cpu_indexed")])) + "\n"
 
 
 # ---------------------------------------------------------------- commands

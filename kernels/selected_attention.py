@@ -31,15 +31,31 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Ten
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, softmax: Softmax) -> Tensor:
-    num_heads, m, d = q.shape
-    tokens, heads = selected.clamp(min=0), torch.arange(len(k), device=k.device)[:, None, None]
-    keys, *values = (x[heads, tokens] for x in distinct(k, v))  # [Hk, m, c, d]
-    queries = q.reshape(len(k), -1, m, d).transpose(1, 2)  # [Hk, m, G, d]
-    scores = attention_scores(queries, keys, softmax)  # [Hk, m, G, c]
-    scores = scores.masked_fill_((selected == EMPTY)[:, :, None], float("-inf"))
+    scores, values = _scored(q, k, v, selected, softmax)
     if softmax.sinks is not None:
         sinks = softmax.sinks.to(scores.dtype).view(len(k), 1, -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), -1)
-    weights = scores.softmax(-1)[..., : selected.shape[2]]
-    out = weights @ (values or [keys])[0].to(weights.dtype)
-    return out.to(q.dtype).transpose(1, 2).reshape(num_heads, m, -1)
+    out = scores.softmax(-1)[..., : selected.shape[2]] @ values
+    return out.to(q.dtype).transpose(1, 2).reshape(*q.shape[:2], -1)
+
+
+def part_of_selection(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attend with q [H, d] to a part of the selection, [1 or Hk, c], without sinks, as `merge_blocks` combines parts.
+
+    Returns out [H, d] in at least fp32 and lse [H]: zeros and -inf for heads without a token.
+    """
+    scores, values = _scored(q[:, None], k, v, selected[:, None], softmax)
+    lse = scores.logsumexp(-1)  # [Hk, 1, G]
+    weights = torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None])
+    return (weights @ values).flatten(0, 2), lse.flatten()
+
+
+def _scored(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Return the scores [Hk, m, G, c] of what queries selected, -inf for EMPTY, and its values [Hk, m, c, d]."""
+    _, m, d = q.shape
+    tokens, heads = selected.clamp(min=0), torch.arange(len(k), device=k.device)[:, None, None]
+    keys, *values = (x[heads, tokens] for x in distinct(k, v))  # [Hk, m, c, d]
+    queries = q.reshape(len(k), -1, m, d).transpose(1, 2)  # [Hk, m, G, d]
+    scores = attention_scores(queries, keys, softmax)
+    scores = scores.masked_fill_((selected == EMPTY)[:, :, None], float("-inf"))
+    return scores, (values or [keys])[0].to(scores.dtype)

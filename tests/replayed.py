@@ -35,10 +35,16 @@ class Replayed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        if not func.is_view or _copied(out, (args, kwargs)):
             self.pieces[-1].append((func, args, kwargs or {}, _tensors(out)))
         return out
 
 
 def _tensors(out):
     return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+
+
+def _copied(out, given):
+    """Whether what may be a view of an argument is none, as where `Tensor.to` changes the dtype."""
+    there = {x.untyped_storage().data_ptr() for x in _tensors(given)}
+    return any(x.untyped_storage().data_ptr() not in there for x in _tensors(out))

@@ -37,8 +37,8 @@ OTHERWISE = [
 
 
 def served(by: str) -> list[Contender]:
-    """List the methods whose steps are so served."""
-    cards = {name: read_card(name) for name in method_names() if name != "freekv"}
+    """List the methods whose steps are so served, of models that select nothing by themselves."""
+    cards = {name: read_card(name) for name in method_names() if name not in ("freekv", "native")}
     return [Contender(name, name, {}, card.offloads) for name, card in cards.items() if card.gpu_step == by]
 
 

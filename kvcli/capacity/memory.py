@@ -161,6 +161,8 @@ def need(
         slots = _in_slots(kinds, total, widest)
         kv = replace(kv, device=slots.device, by_device=slots.by_device)
         stacked = max(_layers_in_slots(kinds, total)) if total > 1 else 0
+    if geometry.selects is not None:
+        stacked = (1 if geometry.selects.alone else total) * geometry.scratch * (longest + max_tokens)
     size = max(longest, together) + reader.config.read_again(longest), dtype.itemsize
     workspace = Workspace.of(geometry, longest, reader.prefill_window, first_of(device), *size, reader)
     away = 0 if isinstance(device, Placement) else workspace.away  # the workspace is not split by device

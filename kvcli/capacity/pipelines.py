@@ -47,8 +47,10 @@ def _obstacle(profile: Profile, checkpoint: Checkpoint, watching: str | None, ke
     """Return the reason why steps can only be blocking, if there is one."""
     if watching is not None:
         return f"{watching} {_IN_PHASES[watching]}"
-    if checkpoint.geometry.selects is not None:
-        return "layers that select by themselves are served by the blocking pipeline alone"
+    if any(layer.selects is not None and layer.selects.alone for layer in checkpoint.geometry.layers):
+        return "modules that look at numbers to select are served by the blocking pipeline alone"
+    if checkpoint.geometry.selects is not None and checkpoint.placement is not None:
+        return "layers that select by themselves on several devices are served by the blocking pipeline alone"
     if checkpoint.geometry.by_itself:
         return "modules that attend by themselves are served by the blocking pipeline alone"
     form = checkpoint.geometry.form

@@ -23,7 +23,8 @@ class Workspace:
     """Bytes of each term, on the `device` and in the `host` memory of a GPU.
 
     Meanwhile `away` bytes of the caches on the device wait in host memory. After the prompts are read `stacked` bytes
-    are needed twice: a layer of a batch exists in its old and its stacked form.
+    are needed in addition: a layer of a batch exists in its old and its stacked form, or a layer that selects by itself
+    scores the tokens of all sequences.
     """
 
     device: Mapping[str, int]
@@ -107,11 +108,10 @@ class Workspace:
             "a chunk in a layer": itemsize * 2 * rotary * chunk + most - buffers,
         }
         if geometry.selects is not None:
-            scratch = max(each.selects.scratch for each in geometry.layers if each.selects is not None)
             most = max(each.selects.most(length) for each in geometry.layers if each.selects is not None)
             read = chunk * most * layer.num_kv_heads * (layer.head_dim - layer.index_channels)
             gathered = min(AT_ONCE, torch.float32.itemsize * read)
-            scores = min(SCORES_AT_ONCE, scratch * chunk * length)
+            scores = min(SCORES_AT_ONCE, geometry.scratch * chunk * length)
             # Keys, values, both in fp32; and entries without the rows between them.
             entries = max(itemsize * length * each.grows if each.near else 0 for each in geometry.layers)
             terms["the model's own selection"] = scores + 3 * gathered + entries

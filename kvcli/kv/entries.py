@@ -75,6 +75,12 @@ class EntryLayerCache(SelectingCache, Generic[CacheT]):
     def pool(self) -> HostPagePool | None:  # type: ignore[override]
         return self.entries.pool
 
+    @property
+    @override
+    def index_rows(self) -> Tensor:
+        assert isinstance(self.entries, SelectingCache)
+        return self.entries.index_rows
+
     @override
     def index(self, new: Tensor) -> Tensor:
         assert isinstance(self.entries, SelectingCache)
@@ -114,11 +120,11 @@ class EntryLayerCache(SelectingCache, Generic[CacheT]):
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         assert softmax.selected is not None
         self.selected = softmax.selected[:, 0]
-        return self.attend_recalled(q, self.selected, softmax)
+        return self.attend_slots(q, self.selected, softmax)
 
-    def attend_recalled(self, q: Tensor, rows: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to the last tokens, and the entries in `rows` [1, k] of their cache; return [H, d]."""
-        chosen = self.entries.kv[0, :, rows[0][rows[0] != EMPTY], -self.d :]
+    def attend_slots(self, q: Tensor, slots: Tensor, softmax: Softmax) -> Tensor:
+        """Attend with q [H, d] to the last tokens, and the entries in `slots` [1, k] of their cache; return [H, d]."""
+        chosen = self.entries.kv[0, :, slots[0][slots[0] != EMPTY], -self.d :]
         keys = torch.cat((self.near.resident()[0], chosen), 1)
         return decode_attention(q, keys, keys, softmax._replace(selected=None))
 

@@ -47,6 +47,15 @@ def with_new_keys(kv: Tensor, length: int, new: Tensor, layer: LayerGeometry) ->
     return index_keys(kv[:, :, :end], layer)
 
 
+def with_new_key(kv: Tensor, at: Tensor, new: Tensor, layer: LayerGeometry) -> Tensor:
+    """Write the index key of a `new` token [1, c] to row `at` [1] of kv; return those of all rows [rows, c].
+
+    The host knows no numbers for it.
+    """
+    kv[..., : layer.index_channels].index_copy_(2, at, _shares(new[None], layer)[:, 0])
+    return index_keys(kv, layer)
+
+
 class SelectingCache(LayerCache):
     """The KV of a layer that selects by itself."""
 
@@ -56,9 +65,18 @@ class SelectingCache(LayerCache):
     selected: Tensor | None = None
     """[1 or Hk, k] tokens of the last step, EMPTY for none."""
 
+    @property
     @abstractmethod
+    def index_rows(self) -> Tensor:
+        """The rows that begin with shares of the tokens' index keys: [t, Hk, capacity, at least the index channels]."""
+
     def index(self, new: Tensor) -> Tensor:
         """Return the index keys of all tokens so far and of `new` ones [n, c], which come next: [length + n, c]."""
+        return with_new_keys(self.index_rows, self.length, new, self.layer)
+
+    def index_at(self, at: Tensor, new: Tensor) -> Tensor:
+        """Do the same for the `new` token [1, c] at position `at` [1] -> [capacity, c], whatever the number there."""
+        return with_new_key(self.index_rows, at, new, self.layer)
 
     @override
     def attended(self) -> Tensor:
@@ -78,9 +96,10 @@ class ResidentSelectingCache(SelectingCache, DenseCache):
         super().__init__(layer.num_kv_heads, layer.head_dim, capacity, tiers)
         self.layer = layer
 
+    @property
     @override
-    def index(self, new: Tensor) -> Tensor:
-        return with_new_keys(self.kv, self.length, new, self.layer)
+    def index_rows(self) -> Tensor:
+        return self.kv
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:

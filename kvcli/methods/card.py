@@ -89,13 +89,15 @@ LAUNCHED = "launched"  # a graph or pieces that cannot be captured run kernel by
 def gpu_step_of(method: type[AnyMethod], config: MethodConfig | AnyMethod) -> str:
     """Return what runs a step of a method with these settings on a GPU (see `LEGEND`); or of a sequence's method.
 
-    A graph if the method has a `step_plan` of its own; phase after phase if it listens between the layers.
+    A graph if the method has a `step_plan` of its own; phase after phase if it listens between the layers, or if the
+    sequence's model looks at numbers to select.
     """
     from kvcli.methods.contract import Method
 
     if method.step_plan is not Method.step_plan and config.stays_in_place:
         return GRAPH
-    return BLOCKING if method.wants_next_query or method.blocking else PIECEWISE
+    looks = isinstance(config, Method) and config.selects_alone
+    return BLOCKING if method.wants_next_query or looks else PIECEWISE
 
 
 def read_card(name: str) -> Card:
@@ -109,8 +111,7 @@ def read_card(name: str) -> Card:
     if name in own_method_names():
         found = _classes(home := home_of(name)).values()
         (names,) = [each.names for each in found if each.module == home and "title" in each.names]
-        blocking = "wants_next_query" in names or "blocking" in names
-        gpu_step = GRAPH if "step_plan" in names else BLOCKING if blocking else PIECEWISE
+        gpu_step = GRAPH if "step_plan" in names else BLOCKING if "wants_next_query" in names else PIECEWISE
         return Card(**{field: names[field] for field in STATED}, gpu_step=gpu_step)
     method = get_method(name)
     return Card(**{field: getattr(method, field) for field in STATED}, gpu_step=gpu_step_of(method, method.Config()))

@@ -329,14 +329,15 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     """Whether `take_next_query` is called, one layer ahead of `attend`."""
     takes_selection: ClassVar[bool] = False
     """Whether the method attends to what the model selects by itself (`LayerGeometry.selects`)."""
-    blocking: ClassVar[bool] = False
-    """Whether steps on a GPU go phase after phase, because the model decides on the host within them."""
 
     def __init__(self, config: ConfigT, layers: Sequence[LayerGeometry], context: SequenceContext):
         refuse_selection(type(self), config, layers)
         tiers = context.tiers = tiers_of_layer(self, layers, config.leading_dense_layers, context.tiers)
         self.config, self.context, self.caches = config, context, list[LayerCache]()
         self.shared = any(layer.readers for layer in layers)  # whether later layers read the KV of others
+        selections = [layer.selects for layer in layers if layer.selects is not None]
+        self.selected_for = bool(selections)  # whether layers select by themselves
+        self.selects_alone = any(selects.alone for selects in selections)  # whether their modules look at numbers
         if self.shared and self.prefill_window is not None:
             what = f"{type(self).__name__} reads prompts by windows, and layers of this model read the KV of others"
             raise usage_error(what, "use a method that reads prompts layer by layer, such as freekv")
@@ -475,7 +476,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     def stays_in_place(self) -> bool:
         """Whether settings and caches allow every step of this sequence to be one CUDA graph."""
         in_place = self.config.stays_in_place and all(cache.keeps_form for cache in self.caches)
-        return in_place and not self.shared  # slots are made for one attention a step
+        # Slots are made for one attention a step, and for what a method selects.
+        return in_place and not self.shared and not self.selected_for
 
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
         """Add the named counts of a layer's `Rule` to `statistics`."""

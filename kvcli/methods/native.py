@@ -5,33 +5,54 @@ attends to the best (section 2.1). So nothing is guessed or corrected here: the 
 keys and values or latents lie in host memory, a step recalls what the layer has selected, and attention is exact.
 
 Decided here: neighbouring steps select much the same tokens. So the device holds the tokens that were selected last,
-`slots` of them; the least recently selected one makes room. New tokens are among them from the start. In the counters
+`slots` of them; the least recently selected one makes room. New tokens are among them from the start. While the others
+come over the bus or from a disk, a step attends to those that are there, and then merges both parts. In the counters
 one token of one KV head is a page of size 1. A layer that selects nothing attends to everything, on the device. Where
 a layer selects entries that each stand for several tokens (DeepSeek-V4), these take the place of tokens.
+
+Keys of the index are kept as transformers' modules make and score them, in the model's dtype. None of them makes keys
+of 8 bits, as the kernels of published models do, and rounded ones would select other tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels.block_attention import add_sinks, merge_blocks
 from kvcli.kernels.page_table import EMPTY
-from kvcli.kernels.selected_attention import selected_attention
+from kvcli.kernels.selected_attention import part_of_selection, selected_attention
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache, LayerCache, Tiers, both
 from kvcli.kv.entries import EntryLayerCache
-from kvcli.kv.selected import SelectingCache, selection_traffic, with_new_keys
-from kvcli.memory.host_pool import HostPagePool, page_pool
+from kvcli.kv.selected import SelectingCache, selection_traffic
+from kvcli.memory.host_pool import DiskPagePool, HostPagePool, page_pool
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
-from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.config import HostKVConfig, setting
 from kvcli.methods.contract import Method
 from kvcli.models.geometry import LayerGeometry
 from kvcli.telemetry.counters import Count
+
+
+class Lookup(NamedTuple):
+    """The `slots` [heads, k] of a step's selection, EMPTY for none; tokens that are `missing`, bool, have yet to come.
+
+    These come as blocks `pages` [m] of KV heads `heads` to slots `into` of them. For each KV head, so many tokens were
+    `wanted`, and so many of them `missed`.
+    """
+
+    slots: Tensor
+    missing: Tensor
+    pages: Tensor
+    heads: Tensor
+    into: Tensor
+    wanted: list[int]
+    missed: list[int]
 
 
 class RecalledCache(SelectingCache):
@@ -60,9 +81,15 @@ class RecalledCache(SelectingCache):
         )
         self.clock = 0
 
+    @property
     @override
-    def index(self, new: Tensor) -> Tensor:
-        return with_new_keys(self.keys, self.length, new, self.layer)
+    def index_rows(self) -> Tensor:
+        return self.keys
+
+    @property
+    @override
+    def first_part(self) -> int:
+        return self.pool.first_part
 
     @override
     def share(self, other: LayerCache, tokens: int) -> None:
@@ -109,39 +136,56 @@ class RecalledCache(SelectingCache):
         gone = self.token_in >= length
         self.slot_of[:, length:] = self.token_in[gone] = self.used[gone] = EMPTY
 
-    def recall(self, selected: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Bring `selected` [heads, k], each token once, to the device; EMPTY is none.
+    def look_up(self, selected: Tensor) -> Lookup:
+        """Look up `selected` [heads, k], each token once, EMPTY for none; `bring` has to follow.
 
-        Returns their slots [heads, k], and for each KV head how many were selected and how many of them were missing.
+        Missing tokens have slots from now on, those of the least recently selected tokens. A disk begins to read them.
         """
         self.clock += 1
-        slots, wanted, missed = torch.full_like(selected, EMPTY), list[int](), list[int]()
+        slots, away = torch.full_like(selected, EMPTY), torch.zeros_like(selected, dtype=torch.bool)
+        blocks, wanted, missed = [], list[int](), list[int]()
         for head, all_tokens in enumerate(selected):
             there = all_tokens != EMPTY
             tokens = all_tokens[there]
             found = self.slot_of[head, tokens]
-            here = found != EMPTY
-            self.used[head, found[here]] = self.clock
-            missing, its = tokens[~here], self._heads(head)
-            if len(missing):
-                found[~here] = free = self._oldest(head, len(missing))
-                self._put(head, free, missing)
-                pages, heads = missing.repeat(len(its)), its.repeat_interleave(len(missing))
-                self.pool.bring(pages, heads, self.kv[:, :, :, None], free.repeat(len(its)))
-            slots[head, there] = found
+            absent = found == EMPTY
+            self.used[head, found[~absent]] = self.clock
+            missing, its = tokens[absent], self._heads(head)
+            found[absent] = free = self._oldest(head, len(missing))
+            self._put(head, free, missing)
+            blocks.append((missing.repeat(len(its)), its.repeat_interleave(len(missing)), free.repeat(len(its))))
+            slots[head, there], away[head, there] = found, absent
             wanted += [len(tokens)] * len(its)
             missed += [len(missing)] * len(its)
-        return slots, wanted, missed
+        pages, heads, into = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        if len(pages) and isinstance(self.pool, DiskPagePool):
+            self.pool.announce(pages, heads)
+        return Lookup(slots, away, pages, heads, into, wanted, missed)
 
-    def attend_recalled(self, q: Tensor, slots: Tensor, softmax: Softmax) -> Tensor:
+    def bring(self, found: Lookup) -> None:
+        """Bring the missing tokens to their slots."""
+        if len(found.pages):
+            self.pool.bring(found.pages, found.heads, self.kv[:, :, :, None], found.into)
+
+    @property
+    def comes_beside(self) -> bool:
+        """Whether missing tokens can come while others are attended to."""
+        return not self.pool.tiers.one_memory or self.pool.on_disk is not None
+
+    def attend_part(self, q: Tensor, slots: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """Attend with q [H, d] to the tokens in `slots` [heads, k], a part of the selection -> out [H, d], lse [H]."""
+        return part_of_selection(q, *both(self.kv), slots, softmax)
+
+    def attend_slots(self, q: Tensor, slots: Tensor, softmax: Softmax) -> Tensor:
         """Attend with q [H, d] to the tokens in `slots` [heads, k]; return [H, d]."""
         return selected_attention(q[:, None], *both(self.kv), softmax._replace(selected=slots[:, None]))[:, 0]
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
         assert softmax.selected is not None
-        slots, _, _ = self.recall(softmax.selected[:, 0])
-        return self.attend_recalled(q, slots, softmax)
+        found = self.look_up(softmax.selected[:, 0])
+        self.bring(found)
+        return self.attend_slots(q, found.slots, softmax)
 
     @override
     def waiting(self) -> Sequence[Tensor]:
@@ -186,15 +230,10 @@ class RecalledCache(SelectingCache):
 Kept: TypeAlias = RecalledCache | DenseCache
 
 
-class NativeConfig(MethodConfig):
+class NativeConfig(HostKVConfig):
     """Settings of native selection; what is selected is the model's."""
 
     slots: int = setting(8192, "tokens of a layer on the device, at least those that a step selects", "tokens", ge=1)
-
-    @property
-    @override
-    def on_host(self) -> bool:
-        return True
 
 
 class Native(Method[NativeConfig, Any]):
@@ -208,7 +247,6 @@ class Native(Method[NativeConfig, Any]):
     group_consistent = True
     device_memory = "O(L)"
     takes_selection = True
-    blocking = True
 
     def new_cache(self, layer: LayerGeometry) -> Kept | EntryLayerCache[Kept]:
         """Make a cache in host memory for a layer that selects, and one on the device for any other."""
@@ -217,7 +255,7 @@ class Native(Method[NativeConfig, Any]):
         def kept(layer: LayerGeometry, capacity: int) -> Kept:
             if layer.selects is None:
                 return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
-            return RecalledCache(layer, capacity, self.config.slots, tiers)
+            return RecalledCache(layer, capacity, self.config.slots, self.config.tiers(tiers))
 
         return EntryLayerCache(layer, capacity, tiers, kept) if layer.near else kept(layer, capacity)
 
@@ -231,8 +269,19 @@ class Native(Method[NativeConfig, Any]):
         assert softmax.selected is not None
         with self.span("recall", layer):
             cache.selected = softmax.selected[:, 0]
-            slots, wanted, missed = kept.recall(cache.selected)
-        self.count_heads(layer, Count.PAGES_REQUESTED, wanted)
-        self.count_recalled(layer, missed, sum(missed) * kept.pool.block_bytes)
+            found = kept.look_up(cache.selected)
+        self.count_heads(layer, Count.PAGES_REQUESTED, found.wanted)
+        self.count_recalled(layer, found.missed, sum(found.missed) * kept.pool.block_bytes)
+        if cache is not kept or not kept.comes_beside or not 0 < sum(found.missed) < sum(found.wanted):
+            with self.span("recall", layer):
+                kept.bring(found)
+            with self.span("attention", layer):
+                return cache.attend_slots(q, found.slots, softmax)
         with self.span("attention", layer):
-            return cache.attend_recalled(q, slots, softmax)
+            here = cache.attend_part(q, found.slots.masked_fill(found.missing, EMPTY), softmax)
+        with self.span("recall", layer):
+            cache.bring(found)
+        with self.span("attention", layer):
+            came = cache.attend_part(q, found.slots.masked_fill(~found.missing, EMPTY), softmax)
+            out, lse = merge_blocks(here, came)
+            return (out if softmax.sinks is None else add_sinks(out, lse, softmax.sinks)).to(q.dtype)

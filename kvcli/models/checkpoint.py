@@ -21,7 +21,16 @@ import torch
 import transformers
 from huggingface_hub import errors as hub
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from safetensors import SafetensorError, safe_open
 from transformers.activations import ACT2FN
 
@@ -74,7 +83,8 @@ class ModelConfig(JsonFile):
     num_key_value_heads: Size | None = None
     hidden_size: Size | None = None
     intermediate_size: Size | list[Size] | None = None
-    head_dim: Size | None = None
+    qk_nope_head_dim: int | None = None
+    head_dim: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     vocab_size: Size | None = None
     max_position_embeddings: Size | None = None
     hidden_act: Activation | None = None
@@ -87,6 +97,14 @@ class ModelConfig(JsonFile):
     attn_implementation: str | None = Field(
         None, validation_alias=AliasChoices("_attn_implementation", "attn_implementation")
     )
+
+    @field_validator("head_dim")
+    @classmethod
+    def _is_a_size(cls, channels: int | None, config: ValidationInfo) -> int | None:
+        # Of latent attention transformers gives the rotary channels here, and GLM 5 Next has none.
+        if channels == 0 and not config.data.get("qk_nope_head_dim"):
+            raise ValueError("should be greater than or equal to 1")
+        return channels
 
 
 class GenerationFile(JsonFile):

@@ -124,6 +124,11 @@ class ModelGeometry:
         return next((layer.selects for layer in self.layers if layer.selects is not None), None)
 
     @property
+    def scratch(self) -> int:
+        """Bytes for each query and token while a layer scores tokens to select by itself; the most of any layer."""
+        return max((layer.selects.scratch for layer in self.layers if layer.selects is not None), default=0)
+
+    @property
     def strides(self) -> list[int]:
         """Decoder layers that each attending layer stands for: those since the one before; for the last, the rest."""
         places = [place for place, layer in enumerate(self.decoder) for _ in layer.attention]

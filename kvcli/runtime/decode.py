@@ -35,6 +35,8 @@ class BlockingPipeline:
     If there are more rows than methods, the last method's output is repeated.
     """
 
+    room = None
+
     def __init__(self, methods: Sequence[AnyMethod]):
         self.methods = methods
 

@@ -3,8 +3,9 @@
 DeepSeek Sparse Attention (arXiv 2512.02556, section 2.1) and its kin score all tokens by a small index and attend to
 the best. Within `selecting` each such attention module runs a few queries at a time, so that scores never take more
 than `SCORES_AT_ONCE` bytes. It is given a causal mask, and a cache that has the index keys of the run's sequences.
-Modules that score blocks look at numbers, and run for one sequence at a time (`OwnSelection.alone`). So do those that
-make entries of several tokens: their buffers are a state, which kvcli holds (`kvcli.models.entries`).
+Modules that look at numbers run for one sequence at a time (`OwnSelection.alone`), and so do those that make entries of
+several tokens, whose buffers are a state that kvcli holds (`kvcli.models.entries`). What others do in a decode step has
+the same form at every step if they score all `room` for tokens (`IndexHolder.room`), and can be captured.
 """
 
 from __future__ import annotations
@@ -38,8 +39,15 @@ SCORES_AT_ONCE = 1 << 28
 class IndexHolder(Protocol):
     """A handler that has the index keys of its sequences."""
 
+    @property
+    def room(self) -> int | None:
+        """Tokens that are scored at every step, those to come among them; None: those that there are."""
+
     def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
-        """Return the index keys [n + m, c] of all tokens of each sequence; `keys` [b, m, c] are the next ones."""
+        """Return the index keys [n + m, c] of all tokens of each sequence; `keys` [b, m, c] are the next ones.
+
+        With `room`, they are those of all places for tokens, which nobody looks at before they are taken.
+        """
 
     def apart(self) -> Sequence[Handler]:
         """Return a handler for each sequence."""
@@ -168,10 +176,11 @@ def _selecting(hook: Hook, layer: LayerGeometry, module: nn.Module) -> Callable[
 
     def a_few_at_once(given: Mapping[str, Any], row: int = 0) -> Any:
         (b, n), outs = given["hidden_states"].shape[:2], []
-        longest = int(hook.positions.max()) // layer.rate + 1
+        room = hook.handler.room if isinstance(hook.handler, IndexHolder) else None
+        longest = room or int(hook.positions.max()) // layer.rate + 1
         for part in slices(n, max(1, SCORES_AT_ONCE // max(1, b * selects.scratch * longest))):
             positions = hook.positions[:, part].to(given["hidden_states"].device)
-            tokens = int(positions.max()) + 1
+            tokens = room or int(positions.max()) + 1
             some = {name: cut(value, part, n) for name, value in given.items()}
             if selects.all_angles:
                 some["position_embeddings"] = tuple(each[:, :tokens] for each in given["position_embeddings"])

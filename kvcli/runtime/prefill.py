@@ -370,6 +370,8 @@ class PrefillAttention:
     attentions of one decoder layer take turns, chunk by chunk.
     """
 
+    room = None
+
     def __init__(
         self,
         branches: Branches,

@@ -9,6 +9,7 @@ from kvcli.errors import KvcliError
 from kvcli.inputs.profiles import profile_names, resolve_profile
 from kvcli.methods import get_method
 from kvcli.methods.card import BLOCKING, GRAPH, PIECEWISE, gpu_step_of
+from kvcli.models.devices import Placement
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, open_checkpoint
 from kvcli.runtime import pipeline as steppers
@@ -39,7 +40,7 @@ def watched(kind, made):
     return make
 
 
-@pytest.mark.parametrize(("family", "methods"), [("deepseek_v32", ("native", "full")), ("bloom", ("full", "freekv"))])
+@pytest.mark.parametrize(("family", "methods"), [("glm5_next", ("native", "full")), ("bloom", ("full", "freekv"))])
 def test_what_the_models_own_modules_do_is_blocking(family, methods, checkpoint):
     geometry = geometry_of(tiny_config(family), torch.float32)
     for method in methods:
@@ -48,7 +49,30 @@ def test_what_the_models_own_modules_do_is_blocking(family, methods, checkpoint)
             pipelines.choose("overlapped", resolve_profile(method), replace(checkpoint, geometry=geometry))
 
 
-@pytest.mark.parametrize("name", [name for name in profile_names() if name != "native"])
+@pytest.mark.parametrize("method", ["native", "full"])
+def test_layers_that_select_by_themselves_are_served_in_pieces(method, monkeypatch, tmp_path):
+    checkpoint = open_checkpoint(ModelSpec(str(tiny_checkpoint("deepseek_v32", tmp_path))))
+    profile, made = resolve_profile(method), []
+    assert pipelines.choose("overlapped", profile, checkpoint) == "overlapped"
+    on_two = replace(checkpoint, placement=Placement({}, (), (), ()))
+    with pytest.raises(KvcliError, match="several devices"):
+        pipelines.choose("overlapped", profile, on_two)
+    for each in STEPPERS.values():
+        monkeypatch.setattr(steppers, each, watched(getattr(steppers, each), made))
+    texts = []
+    for pipeline in ("overlapped", "blocking"):
+        with engine(checkpoint.load(), [LENGTH + STEPS]) as ready:
+            own = ready.method(profile, ready.context(LENGTH, STEPS))
+            (logits,) = ready.prefill([token % VOCAB for token in range(3, 3 + LENGTH)], [own])
+            sequence = ready.sequence(own, Sampling(max_tokens=STEPS, ignore_eos=True))
+            sequence.accept(logits)
+            list(ready.decode([sequence], pipeline=pipeline))
+            texts.append(sequence.token_ids)
+    assert [type(stepper).__name__ for stepper in made] == ["PiecewiseStepper"]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", profile_names())
 def test_every_shipped_profile_is_served_by_the_pipeline_that_its_method_promises(name, checkpoint, model, monkeypatch):
     profile, made = resolve_profile(profile=name), []
     promised = gpu_step_of(get_method(profile.method), profile.settings)

@@ -22,6 +22,7 @@ STEPS = 16
 RECENT = 8
 BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of keys and of values
 HOLDING = [name for name in method_names() if issubclass(get_method(name).Config, HostKVConfig)]
+HOLDING = [name for name in HOLDING if not get_method(name).takes_selection]  # these offload only what a model selects
 
 
 def counted_again(x, bits, tokens, channels):

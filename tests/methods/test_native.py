@@ -10,6 +10,8 @@ from command import kvcli
 from families import SELECTING, tiny_checkpoint, tiny_model
 from saving import QUESTIONS, TEXT, tokens
 from saving import run as run_saving
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from kvcli.bench.doctor import examine_model
@@ -24,9 +26,13 @@ from kvcli.generate import generate
 from kvcli.inputs.options import Compared, DiskOptions
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
+from kvcli.kernels import selected_attention
 from kvcli.kernels.softmax import Softmax
+from kvcli.memory.disk_tier import DiskTier
+from kvcli.memory.host_pool import DiskPagePool
 from kvcli.memory.state import capture
-from kvcli.methods import get_method, method_names
+from kvcli.memory.tiers import Tiers
+from kvcli.methods import get_method, method_names, native
 from kvcli.models.geometry import geometry_of_model
 from kvcli.models.loading import ModelSpec, load_model
 from kvcli.quality.eval.evaluate import evaluate
@@ -56,13 +62,18 @@ def family(request):
     return model, ids, reference[0, PROMPT:].tolist()
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa", "minimax_m3", "glm5_next", "deepseek_v4"])
+@pytest.fixture(scope="module", params=list(SELECTING))
 def model(request):
     return tiny_model(request.param)
 
 
 @pytest.fixture(scope="module", params=["glm_moe_dsa", "deepseek_v4"])
 def path(request, tmp_path_factory):
+    return str(tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module", params=list(SELECTING))
+def each_path(request, tmp_path_factory):
     return str(tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
 
 
@@ -115,10 +126,15 @@ def test_what_the_device_has_is_not_recalled_again(family):
     assert found[4096] == 0
 
 
+@pytest.fixture(scope="module", params=["deepseek_v32", "minimax_m3"])
+def of_tokens_or_blocks(request):
+    return tiny_model(request.param)
+
+
 @pytest.mark.parametrize("name", [name for name in method_names() if name not in SLOTS])
-def test_other_methods_are_refused_in_one_line(model, name):
+def test_other_methods_are_refused_in_one_line(of_tokens_or_blocks, name):
     with pytest.raises(KvcliError, match="select by themselves, the top") as refused:
-        run(model, name, {}, [prompt(2)], 2)
+        run(of_tokens_or_blocks, name, {}, [prompt(2)], 2)
     assert "native" in refused.value.hint
     assert "full" in refused.value.hint
     assert "\n" not in str(refused.value)
@@ -134,6 +150,67 @@ def test_a_batch_of_different_lengths_is_the_runs_of_one(model, name):
     prompts = [prompt(5, 9), prompt(6, 90), prompt(7, 1)]
     alone = [run(model, name, SLOTS[name], [ids], STEPS)[0].token_ids for ids in prompts]
     assert [each.token_ids for each in run(model, name, SLOTS[name], prompts, STEPS)] == alone
+
+
+def test_the_least_recently_selected_tokens_make_room(of_tokens_or_blocks):
+    layer = geometry_of_model(of_tokens_or_blocks).layers[-1]
+    width, heads, generator = layer.index_channels, layer.selects.heads, torch.Generator().manual_seed(0)
+    kv = torch.randn(layer.parts, layer.num_kv_heads, 150, layer.head_dim, generator=generator)
+    tiers = replace(Tiers.for_device(torch.device("cpu"), torch.float32), parts=layer.parts)
+    cache = native.RecalledCache(layer, 150, 24, tiers)
+    cache.load(kv[0], kv[-1])
+    last = [dict.fromkeys(range(126, 150), 0) for _ in range(heads)]  # the step that selected it last
+    for step in range(1, 40):
+        chosen = [torch.randperm(150, generator=generator)[:12] for _ in range(heads)]
+        found = cache.look_up(torch.stack(chosen))
+        cache.bring(found)
+        for head, (its, known) in enumerate(zip(chosen, last, strict=True)):
+            there = {*cache.token_in[head].tolist()}
+            new = [token for token in its.tolist() if token not in known]
+            assert found.missing[head].sum() == len(new) == found.missed[head]
+            gone = [known.pop(token) for token in [*known] if token not in there]
+            known |= dict.fromkeys(its.tolist(), step)
+            assert {*known} == there
+            assert len(gone) == len(new)
+            assert max(gone, default=0) <= min(known.values())
+            rows = cache.kv[:, head if heads > 1 else slice(None), found.slots[head]]
+            assert torch.equal(rows, kv[:, head if heads > 1 else slice(None), its, width:])
+
+
+class Largest(TorchDispatchMode):
+    """Finds the `most` numbers of a tensor that is made, and `square` ones: two sides are as long as the prompt.
+
+    Blocks may round a side up.
+    """
+
+    def __init__(self, length):
+        super().__init__()
+        self.length, self.most, self.square = length, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.most = max(self.most, x.numel())
+                if sum(0 <= side - self.length < 8 for side in x.shape) > 1:
+                    self.square.append((str(func), x.shape))
+        return out
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(model, name, monkeypatch):
+    """A prompt four times as long, read in one piece, makes tensors four times as large at most, not sixteen."""
+    monkeypatch.setattr(own_selection, "SCORES_AT_ONCE", 1 << 17)
+    monkeypatch.setattr(selected_attention, "AT_ONCE", 1 << 17)
+    found = {}
+    for length in (151, 604):
+        with engine(in_memory(model), [length + 1]) as ready:
+            method = get_method(name)(get_method(name).Config(), ready.layers, ready.context(length, 1))
+            with Largest(length) as largest:
+                ready.prefill(prompt(3, length), [method], chunk=length)
+        found[length] = largest.most
+    assert not largest.square
+    assert found[604] <= max(4 * found[151], (1 << 17) / 4)
 
 
 def test_scores_are_bounded(monkeypatch):
@@ -215,9 +292,9 @@ def test_a_sequence_goes_on_from_its_state(model, name):
 
 
 @pytest.mark.parametrize("name", SLOTS)
-def test_questions_on_one_document_are_the_questions_alone(path, name):
-    alone = [tokens(run_saving(path, (question,), name))[0] for question in QUESTIONS]
-    assert tokens(run_saving(path, QUESTIONS, name)) == alone
+def test_questions_on_one_document_are_the_questions_alone(each_path, name):
+    alone = [tokens(run_saving(each_path, (question,), name))[0] for question in QUESTIONS]
+    assert tokens(run_saving(each_path, QUESTIONS, name)) == alone
 
 
 @pytest.mark.parametrize("name", SLOTS)
@@ -230,10 +307,10 @@ def test_a_checkpoint_is_read_as_transformers_reads_it(path, name):
 
 
 @pytest.mark.parametrize("name", SLOTS)
-def test_saved_kv_has_the_index(path, name, tmp_path):
-    wanted = run_saving(path, method=name)
-    saved = run_saving(path, method=name, save=tmp_path / "kv")
-    loaded = run_saving(path, method=name, use=tmp_path / "kv")
+def test_saved_kv_has_the_index(each_path, name, tmp_path):
+    wanted = run_saving(each_path, method=name)
+    saved = run_saving(each_path, method=name, save=tmp_path / "kv")
+    loaded = run_saving(each_path, method=name, use=tmp_path / "kv")
     assert tokens(saved) == tokens(loaded) == tokens(wanted)
     assert loaded.sequences[0].kv.disk_tokens > 0
 
@@ -289,6 +366,70 @@ def test_kv_on_a_disk(path, tmp_path):
     assert tokens(found) == tokens(generate(ModelSpec(path, device="cpu"), request("full"), Observer()))
 
 
+HOST = 24 << 10
+"""Bytes of host memory of a sequence with a disk: a few lines of each layer."""
+
+
+def with_and_without_a_disk(model, settings, prompts, folder):
+    plain = run(model, "native", settings, prompts, STEPS)
+    with DiskTier(folder, len(prompts) * HOST, sequences=len(prompts)) as disk:
+        return run(model, "native", settings, prompts, STEPS, disk=disk), plain
+
+
+def test_a_disk_below_changes_nothing_in_a_batch_of_different_lengths(model, tmp_path):
+    """Missing tokens come from the disk while others are attended to, so that two parts of attention are merged."""
+    parts = []
+    found, plain = with_and_without_a_disk(model, SLOTS["native"], [prompt(5, 160), prompt(6, 90)], tmp_path)
+    for one, other in zip(found, plain, strict=True):
+        assert one.token_ids == other.token_ids
+        parts += [one.counters.cache(), other.counters.cache()]
+        for layer in selecting(one):
+            assert torch.equal(one.method.attended(layer), other.method.attended(layer))
+        for count in ("misses", "pages_requested", "bytes_to_device", "bytes_to_host"):
+            assert getattr(parts[-2], count) == getattr(parts[-1], count)
+    assert parts[0].disk_reads > 0
+    assert parts[1].disk_reads == 0
+
+
+def test_missing_tokens_are_on_their_way_while_others_are_attended_to(of_tokens_or_blocks, tmp_path, monkeypatch):
+    order = []
+    for kind, work in (
+        (DiskPagePool, "announce"), (native.RecalledCache, "attend_part"), (native.RecalledCache, "bring")
+    ):  # fmt: skip
+        before = getattr(kind, work)
+        monkeypatch.setattr(kind, work, lambda *args, before=before, work=work: order.append(work) or before(*args))
+    with_and_without_a_disk(of_tokens_or_blocks, SLOTS["native"], [prompt(5, 160)], tmp_path)
+    steps = " ".join(order)
+    assert steps.count("announce attend_part bring attend_part") == order.count("attend_part") / 2 > STEPS
+
+
+@pytest.mark.parametrize("held", ["int8", "k8v4", "int4"])
+def test_quantised_kv_is_what_comes_back(model, held, tmp_path):
+    """The device has a token as the model made it until the token leaves, and then as the host holds it."""
+    if geometry_of_model(model).layers[0].latent is not None:
+        with pytest.raises(KvcliError, match=f"kv_dtype {held}: this model's tokens have one latent"):
+            run(model, "native", {"kv_dtype": held}, [prompt(2)], 2)
+        return
+    ids = [prompt(4, 160)]
+    (whole,) = run(model, "native", {"slots": 4096, "kv_dtype": held}, ids, STEPS)
+    (plain,) = run(model, "native", {"slots": 4096}, ids, STEPS)
+    assert whole.token_ids == plain.token_ids  # nothing has left the device
+    assert whole.method.footprint().host < 0.5 * plain.method.footprint().host
+    (found,), (again,) = with_and_without_a_disk(model, {**SLOTS["native"], "kv_dtype": held}, ids, tmp_path)
+    assert found.token_ids == again.token_ids
+    came = 0
+    for layer in selecting(again):
+        cache = again.method.retrieval[layer]
+        for head in range(cache.layer.num_kv_heads):
+            its = cache.token_in[head if len(cache.token_in) > 1 else 0]
+            slots = (its >= 0).nonzero()[:, 0]
+            here = cache.kv[:, head, slots]
+            there = cache.pool.fetch(its[slots], torch.full_like(slots, head))[:, :, 0].transpose(0, 1)
+            came += int((here == there).all(-1).all(0).sum())
+            assert (here - there).abs().max() < (0.5 if held == "int8" else 2)
+    assert came > 0
+
+
 @pytest.mark.parametrize("option", [{"lossless": 4}, {"audit": 2}])
 def test_drafts_and_audits_are_refused(path, option):
     with pytest.raises(KvcliError, match="compares with full attention"):
@@ -324,6 +465,14 @@ def test_the_plan_counts_the_index_and_what_a_step_recalls():
     assert (moved.scored, moved.attended, moved.recalled) == (900 * 4 * 16, 12 * token, 12 * token)
     assert method.traffic(0, 80).recalled == 0
     assert method.footprint().host == 4 * 1000 * token
+
+
+def test_the_plan_counts_the_scores_of_all_sequences():
+    for family, rows in (("deepseek_v32", 3), ("glm5_next", 1)):  # whose modules score one sequence at a time
+        geometry = geometry_of_model(tiny_model(family))
+        wanted = resolve_profile("native"), geometry, torch.float32
+        one, three = (memory.need(*wanted, [90] * count, 10, 1).prefill.stacked for count in (1, 3))
+        assert (one, three) == (100 * geometry.scratch, rows * 100 * geometry.scratch)
 
 
 @pytest.mark.parametrize(

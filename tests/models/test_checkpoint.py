@@ -305,6 +305,7 @@ def test_whole_checkpoints_pass(whole, sharded):
     ("change", "words"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"head_dim": 0}, "head_dim 0"),
         ({"num_attention_heads": 0}, "num_attention_heads 0"),
         ({"num_attention_heads": 10**30}, "num_attention_heads"),
         ({"hidden_act": "swoosh"}, "hidden_act 'swoosh': is not an activation"),

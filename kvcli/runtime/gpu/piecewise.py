@@ -3,20 +3,24 @@
 For methods that run their own step (no `step_plan`): attention stays phase after phase, sequence by sequence.
 Everything else, in few kernels (`kvcli.runtime.gpu.fused`), costs the host one replay per layer. Queries, keys, values
 and attention outputs lie in tensors that never move. A sequence that has ended stays in its place without attending.
+
+Layers that select by themselves do so within a piece: their modules score all places that there are for tokens, those
+to come masked, so that shapes are the same at every step. What they selected is recalled and attended to in between.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv.selected import SelectingCache
 from kvcli.methods.card import LAUNCHED, PIECEWISE
 from kvcli.models.rope import Rope
-from kvcli.runtime.attention_hook import Hook
+from kvcli.runtime.attention_hook import Handler, Hook
 from kvcli.runtime.decode import Stepper
 from kvcli.runtime.gpu.fused import fused_layers
 from kvcli.runtime.gpu.recorder import CaptureError, CudaRecorder, Recorder
@@ -59,7 +63,9 @@ class PiecewiseStepper(Stepper):
             self.left.enter_context(fused_layers(hook.model))
         self.states = BatchStates(hook.geometry.states, [sequence.method.states for sequence in sequences])
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.tokens)
+        # Where the next tokens go, also in a rehearsal: an index is written to within a piece.
+        self.positions = torch.tensor([[sequence.length] for sequence in sequences], device=device)
+        self.room = max(sequence.method.context.capacity for sequence in sequences)
         self.taking_part: list[int] = []
         self.calls: list[Call] = []  # of the layers, in order
         self.cut: Callable[[], None] | None = None  # ends a piece, while pieces are captured
@@ -108,6 +114,16 @@ class PiecewiseStepper(Stepper):
         """Attend to the KV of an earlier layer."""
         return self._call(layer, q, None, softmax)
 
+    def index(self, layer: int, keys: Tensor) -> Sequence[Tensor]:
+        """Return each sequence's index keys of all places, [capacity, c]; `keys` [b, 1, c] go to the newest ones."""
+        caches = [cast(SelectingCache, sequence.method.caches[layer]) for sequence in self.sequences]
+        places = self.positions.to(keys.device)
+        return [cache.index_at(*row) for cache, *row in zip(caches, places, keys, strict=True)]
+
+    def apart(self) -> Sequence[Handler]:
+        """Refuse: modules that run for one sequence at a time look at numbers."""
+        raise RuntimeError("modules that look at numbers do not run in pieces")
+
     def _call(self, layer: int, q: Tensor, kv: tuple[Tensor, Tensor] | None, softmax: Softmax) -> Tensor:
         # The zeros belong to the piece before; attention overwrites them before the next piece.
         call = Call(layer, q, kv, softmax, q.new_zeros(q.transpose(1, 2).shape))
@@ -122,13 +138,16 @@ class PiecewiseStepper(Stepper):
         self.logits = self.hook.run(self, self.tokens, self.positions, 1, self.states)[:, 0]
 
     def _attend(self, call: Call) -> None:
+        softmax = call.softmax
+        if softmax.selected is not None:  # caches note what was selected last, and the next step writes to this tensor
+            softmax = softmax._replace(selected=softmax.selected.clone())
         for row in self.taking_part:
-            method, q = self.sequences[row].method, call.q[row, :, 0]
+            method, q, its = self.sequences[row].method, call.q[row, :, 0], softmax.of(row)
             if call.kv is None:
-                call.out[row, 0] = method.attend_to(call.layer, q, call.softmax)
+                call.out[row, 0] = method.attend_to(call.layer, q, its)
             else:
                 k, v = (x[row, :, 0] for x in call.kv)
-                call.out[row, 0] = method.attend(call.layer, q, k, v, call.softmax)
+                call.out[row, 0] = method.attend(call.layer, q, k, v, its)
 
     def _capture(self, recorder: Recorder, notice: Callable[[str], None]) -> None:
         """Capture a step in pieces, while no sequence takes part."""

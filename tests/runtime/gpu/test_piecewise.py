@@ -3,12 +3,12 @@
 import pytest
 import torch
 from engine import run
-from families import VOCAB, tiny_model
+from families import SELECTING, VOCAB, tiny_model
 from replayed import Replayed
 from stated import settings, variants
 
 from kvcli.kernels import _numba
-from kvcli.methods.card import PIECEWISE
+from kvcli.methods.card import BLOCKING, PIECEWISE, gpu_step_of
 from kvcli.runtime.decode import BlockingStepper
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 
@@ -58,3 +58,42 @@ def test_pieces_are_of_fused_layers_and_the_model_is_left_as_it_was():
     run(tiny_model("llama"), "infllm", settings("infllm"), prompts(), 2, step=step)
     before, during, after = replaced
     assert during > before == after
+
+
+LOOKING = {"glm5_next", "qwen4_exp"}
+"""Families whose modules look at numbers to select."""
+
+
+@pytest.fixture(scope="module", params=[name for name in SELECTING if name not in LOOKING])
+def selecting(request):
+    return tiny_model(request.param)
+
+
+@pytest.mark.parametrize("name", ["full", "native"])
+def test_layers_that_select_do_so_within_pieces(selecting, name, monkeypatch):
+    """One sequence ends early, and no index key of the others is written anywhere but in its place."""
+    monkeypatch.setattr(_numba, "numba", None)
+    recorders, wanted = [], {"slots": 16} if name == "native" else {}
+
+    def step(hook, rope, sequences):
+        assert {gpu_step_of(type(each.method), each.method) for each in sequences} == {PIECEWISE}
+        recorders.append(Replayed())
+        return PiecewiseStepper(hook, sequences, rope, recorder=recorders[0])
+
+    case = (selecting, name, wanted, prompts(), STEPS)
+    free = run(*case)
+    stop = next(token for token in free[0].token_ids[2:] if all(token not in each.token_ids for each in free[1:]))
+    found, expected = run(*case, eos=(stop,), step=step), run(*case, eos=(stop,))
+    assert len(expected[0].token_ids) < STEPS
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.counters.counts == other.counters.counts
+        for layer in one.method.retrieval:
+            assert torch.equal(one.method.attended(layer), other.method.attended(layer))
+    assert len(recorders[0].pieces) == len(found[0].method.caches) + 1
+
+
+@pytest.mark.parametrize("family", LOOKING)
+def test_modules_that_look_at_numbers_stay_blocking(family):
+    (sequence,) = run(tiny_model(family), "native", {}, prompts()[1:2], 2)
+    assert gpu_step_of(type(sequence.method), sequence.method) == BLOCKING
