@@ -372,7 +372,9 @@ HOST = 24 << 10
 
 def with_and_without_a_disk(model, settings, prompts, folder):
     plain = run(model, "native", settings, prompts, STEPS)
-    with DiskTier(folder, len(prompts) * HOST, sequences=len(prompts)) as disk:
+    rates = [layer.rate for layer in geometry_of_model(model).layers if layer.selects is not None and layer.near]
+    host = HOST // min(rates, default=1)  # of entries there are fewer than tokens
+    with DiskTier(folder, len(prompts) * host, sequences=len(prompts)) as disk:
         return run(model, "native", settings, prompts, STEPS, disk=disk), plain
 
 
