@@ -152,7 +152,7 @@ def test_the_command_line_beats_the_environment_and_the_environment_the_profile(
     assert settings("--sink", "128", KVCLI_SINK="256")["settings"]["sink"] == 128
     assert settings("--set", "sink=64", KVCLI_SINK="256")["settings"]["sink"] == 64
     assert settings("--method", "quest", KVCLI_PROFILE="freekv-long-input")["name"] == "quest"
-    assert settings("--method", "full", KVCLI_BUDGET="4K")["settings"] == {"prefill": "exact"}
+    assert settings("--method", "full", KVCLI_BUDGET="4K")["settings"] == {"prefill": "exact", "kv_dtype": "auto"}
 
 
 def test_samples_without_temperature_are_warned_of(generate):
