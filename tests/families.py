@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -32,6 +33,10 @@ from kvcli.conformance.models import (  # noqa: F401 - what tests take from here
     tiny_config,
     tiny_model,
 )
+
+_WAYS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3", "glm5_next", "deepseek_v4")
+WAYS_OF_SELECTING = [name if name in _WAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in SELECTING]
+"""Models that select by themselves: each way of it in every run, the others with the same modules as one of these."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

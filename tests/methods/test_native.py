@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from command import kvcli
-from families import SELECTING, tiny_checkpoint, tiny_model
+from families import SELECTING, WAYS_OF_SELECTING, tiny_checkpoint, tiny_model
 from saving import QUESTIONS, TEXT, tokens
 from saving import run as run_saving
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,7 +62,7 @@ def family(request):
     return model, ids, reference[0, PROMPT:].tolist()
 
 
-@pytest.fixture(scope="module", params=list(SELECTING))
+@pytest.fixture(scope="module", params=WAYS_OF_SELECTING)
 def model(request):
     return tiny_model(request.param)
 
@@ -72,7 +72,7 @@ def path(request, tmp_path_factory):
     return str(tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
 
 
-@pytest.fixture(scope="module", params=list(SELECTING))
+@pytest.fixture(scope="module", params=WAYS_OF_SELECTING)
 def each_path(request, tmp_path_factory):
     return str(tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
 
