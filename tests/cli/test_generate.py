@@ -88,7 +88,9 @@ def test_kv_of_a_few_bits_takes_less_of_the_host_and_of_the_bus(generate, docume
         assert 0 < caches[1][moved] < 0.5 * caches[0][moved]
 
 
-@pytest.mark.parametrize("held", ["bfloat16", "int8", "k8v4"])
+@pytest.mark.parametrize(
+    "held", ["int8", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("bfloat16", "k8v4"))]
+)
 def test_full_attention_holds_kv_in_a_narrow_form(generate, document, held):
     document.write_text(WORDS * 60)
     arguments = [document, "--method", "full", "--dtype", "float32", "--max-tokens", 6, "--json", "-q"]
