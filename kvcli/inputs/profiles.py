@@ -102,7 +102,7 @@ def profiles_by_method() -> dict[str, list[str]]:
 
 
 _WITHOUT_HOST_KV = (
-    "its KV has one form; --method offload attends to everything in others, so does full on a CPU, freekv to a budget"
+    "its KV has one form; for others --method offload, freekv and the like keep KV on the host, full on a CPU"
 )
 
 
