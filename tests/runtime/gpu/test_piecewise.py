@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine import run
-from families import VOCAB, tiny_model
+from families import VOCAB, of_this_version, tiny_model
 from replayed import Replayed
 from stated import settings, variants
 
@@ -95,5 +95,5 @@ def test_layers_that_select_do_so_within_pieces(selecting, name, monkeypatch):
 
 @pytest.mark.parametrize("family", LOOKING)
 def test_modules_that_look_at_numbers_stay_blocking(family):
-    (sequence,) = run(tiny_model(family), "native", {}, prompts()[1:2], 2)
+    (sequence,) = run(tiny_model(of_this_version(family)), "native", {}, prompts()[1:2], 2)
     assert gpu_step_of(type(sequence.method), sequence.method) == BLOCKING

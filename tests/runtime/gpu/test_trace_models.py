@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fake_cuda import Watch, fake_cuda, method_on_fake_cuda, on_fake_cuda, parts_on_fake_cuda
+from families import of_this_version
 
 from kvcli.conformance.models import tiny_model
 from kvcli.conformance.runs import in_memory
@@ -89,7 +90,7 @@ class Watched:
 @pytest.mark.parametrize("kind", SELECTING)
 def test_what_a_model_selects_by_can_be_captured_in_pieces(kind, name, monkeypatch):
     """Index keys are written, tokens scored and chosen without a number that the host knows."""
-    model = tiny_model(kind).to(torch.bfloat16)
+    model = tiny_model(of_this_version(kind)).to(torch.bfloat16)
     sequences, method = [], get_method(name)
     with engine(in_memory(model), [length + STEPS for length in LENGTHS]) as ready:
         for index, length in enumerate(LENGTHS):
