@@ -503,6 +503,11 @@ def test_a_selection_may_differ_where_scores_are_equal_but_for_rounding():
     assert not agreement.near_tie(method, head, q, {last, order[0] + start}, bench.softmax)
 
 
+def test_every_method_has_a_text_of_a_cpu_to_be_held_against():
+    """A method without one ended the whole part on a GPU."""
+    assert json.loads((BENCHMARKS / "results" / "texts.json").read_text())["methods"].keys() == {*method_names()}
+
+
 def test_texts_of_both_pipelines_come_of_layers_that_the_gpu_fuses(monkeypatch):
     decoded, together, seen = agreement._decoded, GpuKernels.together, []
     monkeypatch.setattr(GpuKernels, "together", lambda *given: seen.append("fused") or together(*given))
