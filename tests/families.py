@@ -37,7 +37,7 @@ from kvcli.conformance.models import (  # noqa: F401 - what tests take from here
 
 _WAYS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3", "glm5_next", "deepseek_v4")
 WAYS_OF_SELECTING = [name if name in _WAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in SELECTING]
-"""Models that select by themselves: each way of it in every run, the others with the same modules as one of these."""
+"""Models that select by themselves: five of them in every run, the others with `pytest -m ''`."""
 
 LATER = {"dots3_note", "glm5_next", "mistral_large4", "qwen4_exp"}
 """Of these, what transformers has since 5.24, or reads otherwise since then."""

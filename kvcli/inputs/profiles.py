@@ -101,9 +101,7 @@ def profiles_by_method() -> dict[str, list[str]]:
     return found
 
 
-_WITHOUT_HOST_KV = (
-    "its KV has one form; for others --method offload, freekv and the like keep KV on the host, full on a CPU"
-)
+_WITHOUT_HOST_KV = "its KV has one form; use --method offload or freekv, or full on a CPU"
 
 
 def resolve_profile(

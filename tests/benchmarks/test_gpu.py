@@ -503,8 +503,8 @@ def test_a_selection_may_differ_where_scores_are_equal_but_for_rounding():
     assert not agreement.near_tie(method, head, q, {last, order[0] + start}, bench.softmax)
 
 
-def test_every_method_has_a_text_of_a_cpu_to_be_held_against():
-    """A method without one ended the whole part on a GPU."""
+def test_every_method_has_a_reference_text():
+    """Without the text that a CPU writes for it, a method ended the whole part on a GPU."""
     assert json.loads((BENCHMARKS / "results" / "texts.json").read_text())["methods"].keys() == {*method_names()}
 
 

@@ -374,7 +374,7 @@ HOST = 24 << 10
 def with_and_without_a_disk(model, settings, prompts, folder):
     plain = run(model, "native", settings, prompts, STEPS)
     rates = [layer.rate for layer in geometry_of_model(model).layers if layer.selects is not None and layer.near]
-    host = HOST // min(rates, default=1)  # of entries there are fewer than tokens
+    host = HOST // min(rates, default=1)  # there are fewer entries than tokens
     with DiskTier(folder, len(prompts) * host, sequences=len(prompts)) as disk:
         return run(model, "native", settings, prompts, STEPS, disk=disk), plain
 

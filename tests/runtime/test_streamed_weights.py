@@ -242,10 +242,9 @@ def test_a_file_that_is_gone(tmp_path):
         tokens(model)
 
 
-def test_a_run_that_was_interrupted_goes_on(llama, monkeypatch):
-    """As a chat does after Ctrl-C: what was read is read again."""
-    model = load_model(spec_of(llama))
-    wanted, read, left = tokens(model), UnbufferedFile.read_into, [60]
+def interrupted_at(count):
+    """Read weights, but for one read, which Ctrl-C ends."""
+    read, left = UnbufferedFile.read_into, [count]
 
     def interrupted(file, memory, offset):
         left[0] -= 1
@@ -253,7 +252,14 @@ def test_a_run_that_was_interrupted_goes_on(llama, monkeypatch):
             raise KeyboardInterrupt
         read(file, memory, offset)
 
-    monkeypatch.setattr(UnbufferedFile, "read_into", interrupted)
+    return interrupted
+
+
+def test_a_run_that_was_interrupted_goes_on(llama, monkeypatch):
+    """As a chat does after Ctrl-C: what was read is read again."""
+    model = load_model(spec_of(llama))
+    wanted = tokens(model)
+    monkeypatch.setattr(UnbufferedFile, "read_into", interrupted_at(60))
     with pytest.raises(KeyboardInterrupt):
         tokens(model)
     assert tokens(model) == wanted
@@ -401,16 +407,9 @@ def test_experts_stay_for_the_next_run(tmp_path):
 def test_experts_in_a_file_that_is_cut_off_or_read_after_an_interruption(tmp_path, monkeypatch):
     path = with_experts(tmp_path)
     model = load_model(spec_of(path))
-    wanted, read, left = tokens(model), UnbufferedFile.read_into, [60]
-
-    def interrupted(file, memory, offset):
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        read(file, memory, offset)
-
+    wanted = tokens(model)
     with monkeypatch.context() as within:
-        within.setattr(UnbufferedFile, "read_into", interrupted)
+        within.setattr(UnbufferedFile, "read_into", interrupted_at(60))
         with pytest.raises(KeyboardInterrupt):
             tokens(model)
     assert tokens(model) == wanted
