@@ -104,9 +104,9 @@ ANSWERS = {
     "smollm2-answers": Answers(
         "smollm2",
         2048,
-        ("50%", "25%", "12.5%"),
+        ("75%", "50%", "25%", "12.5%"),
         ("niah_single", "niah_multikey"),  # of RULER's, those that full attention answered in most of four
-        documents=25,
+        documents=50,
         methods="streaming,snapkv,expected_attention,quest,freekv,shadowkv,fier,retroinfer",
     )
 }
@@ -119,7 +119,7 @@ PLANS = {
     "smollm2-small": Plan("smollm2", [4096], [128], fed=128, stretches=1),
     "smollm2-short": Plan("smollm2", [2048], [512], fed=128, stretches=1),
     "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1, methods=MAIN),
-    "smollm2-main": Plan("smollm2", [4096], [512, 256], fed=256, stretches=3, methods=MAIN),
+    "smollm2-main": Plan("smollm2", [4096], [512], fed=1024, stretches=5, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
     "gemma3-pages": Plan("gemma3", [16384], [2048], 128, 1, PAGED, (32, 16, 8)),
     "gemma3-far": Plan("gemma3", [31744], [2048], 500, 1, "full,oracle,streaming,freekv,shadowkv,fier,retroinfer"),
