@@ -121,6 +121,18 @@ class LayerCache(ABC):
     def append(self, k: Tensor, v: Tensor) -> int:
         """Store the current token's k, v [Hk, d]; return the bytes written to the host."""
 
+    def rows_in_order(self) -> Tensor | None:
+        """View rows kv [t, Hk, n, d] of all tokens in order, with room for the next one.
+
+        None if a step with the next token would attend to anything else. Whoever writes that token to its row calls
+        `take_row` in place of `append`.
+        """
+        return None
+
+    def take_row(self) -> int:
+        """Count the token that was written to its row of `rows_in_order`; return the bytes written to the host."""
+        raise RuntimeError(f"{type(self).__name__} has no rows in order")
+
     def rewind(self, length: int) -> None:
         """Forget the tokens from `length` on; only if all tokens are held, or the rows are restored afterwards."""
         self.length = length
@@ -208,10 +220,15 @@ class DenseCache(ResidentCache):
     lent = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lend no rows where `load` is overridden, unless the class says so: it may read what it overwrites."""
+        """Lend no rows where `load` is overridden, unless the class says so: it may read what it overwrites.
+
+        Likewise show none to others where `append` or `attend` is overridden.
+        """
         super().__init_subclass__(**kwargs)
         if "load" in vars(cls) and "lends" not in vars(cls):
             cls.lends = False
+        if {"append", "attend"} & vars(cls).keys() and "rows_in_order" not in vars(cls):
+            cls.rows_in_order = LayerCache.rows_in_order  # type: ignore[method-assign]
 
     @override
     def waiting(self) -> Sequence[Tensor]:
@@ -234,6 +251,14 @@ class DenseCache(ResidentCache):
     def append(self, k: Tensor, v: Tensor) -> int:
         self.k.select(1, self.length).copy_(k)
         self.v.select(1, self.length).copy_(v)
+        return self.take_row()
+
+    @override
+    def rows_in_order(self) -> Tensor | None:
+        return self.kv if self.length < self.kv.shape[2] else None
+
+    @override
+    def take_row(self) -> int:
         self.length += 1
         return 0
 

@@ -48,8 +48,12 @@ class ResidentPageCache(PagedCache, DenseCache):
         return 0
 
     @override
-    def append(self, k: Tensor, v: Tensor) -> int:
-        super().append(k, v)
+    def rows_in_order(self) -> Tensor | None:
+        return None if self.budget.active(self.length + 1) else super().rows_in_order()
+
+    @override
+    def take_row(self) -> int:
+        super().take_row()
         page, row = divmod(self.length, self.budget.size)
         if row == 0:
             self._summarise(page - 1, page)
@@ -179,6 +183,16 @@ class OffloadedPageCache(PagedCache, LayerCache):
         slot = min(page, self.budget.total - 1)
         self.kv[0, :, slot, row] = k
         self.kv[-1, :, slot, row] = v
+        return self.take_row()
+
+    @override
+    def rows_in_order(self) -> Tensor | None:
+        return None if self.budget.active(self.length + 1) else self.kv.flatten(2, 3)
+
+    @override
+    def take_row(self) -> int:
+        page, row = divmod(self.length, self.budget.size)
+        slot = min(page, self.budget.total - 1)
         self.length += 1
         if row < self.budget.size - 1:
             return 0

@@ -189,8 +189,12 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
         return 0
 
     @override
-    def append(self, k: Tensor, v: Tensor) -> int:
-        super().append(k, v)
+    def rows_in_order(self) -> Tensor | None:
+        return super().rows_in_order() if self.length < self.budget.total else None
+
+    @override
+    def take_row(self) -> int:
+        super().take_row()
         first = self.length - self.budget.group
         if self.length % self.budget.group == 0:
             self.index.fill(first, self.k[:, first : self.length])

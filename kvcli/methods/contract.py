@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import usage_error
+from kvcli.kernels.chain import Tokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache, LayerCache, Tiers
 from kvcli.kv.pages import distinct
@@ -430,18 +431,29 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         count_disk(self.context, layer, self.caches[layer])
         return out
 
-    def everything(self) -> Sequence[DenseCache] | None:
-        """Return the caches of all layers if `attend` only appends and attends to everything, unseen by anybody.
+    def everything(self) -> Sequence[Tokens] | None:
+        """Return every layer's tokens, the next one's row included, if a step attends to them all, unseen by anybody.
 
-        Who does that instead adds to their `length`.
+        Whoever writes these rows and attends to them calls `take_rows` in place of every layer's `attend`.
         """
         kind, context, plan = type(self), self.context, self.plan
         usual = kind.attend is Method.attend and kind.attend_to is Method.attend_to and kind.retrieve is Method.retrieve
-        chooses = plan.index is not None or plan.turn is not None or plan.evict is not None
-        if not usual or (chooses and self.retrieval) or context.timeline.enabled or context.attention_observer:
+        does_more = plan.turn is not None or plan.evict is not None
+        if not usual or (does_more and self.retrieval) or context.timeline.enabled or context.attention_observer:
             return None
-        dense = [cache for cache in self.caches if type(cache) is DenseCache]
-        return dense if len(dense) == len(self.caches) else None
+        tokens = list[Tokens]()
+        for cache in self.caches:
+            rows = cache.rows_in_order()
+            if rows is None:
+                return None
+            tokens.append(Tokens(rows, cache.length + 1))
+        return tokens
+
+    def take_rows(self) -> None:
+        """Count the token that was written to its row in every layer."""
+        for layer, cache in enumerate(self.caches):
+            self.count(layer, Count.BYTES_TO_HOST, cache.take_row())
+            count_disk(self.context, layer, cache)
 
     def attended(self, layer: int) -> Tensor:
         """Return which tokens the last `attend` read, the current one included: bool [Hk, length]."""

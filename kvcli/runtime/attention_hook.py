@@ -19,8 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation, set_attention
 from kvcli.errors import usage_error
+from kvcli.kernels.chain import Tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.kv.cache import DenseCache
 from kvcli.kv.selected import with_index
 from kvcli.models.auto import layers_of
 from kvcli.models.devices import Placement
@@ -57,8 +57,11 @@ class Reads(Protocol):
 class AttendsToAll(Protocol):
     """A handler that may attend to everything, which a loop over all layers then does in its place."""
 
-    def everything(self) -> Sequence[DenseCache] | None:
-        """Return the caches to which a step appends, and to all of which it attends; None if it does more."""
+    def everything(self) -> Sequence[Tokens] | None:
+        """Return every layer's tokens, the next one's row included, if a step attends to all; None if it does more."""
+
+    def take_rows(self) -> None:
+        """Count the token that was written to its row in every layer."""
 
 
 class Hook:

@@ -23,7 +23,6 @@ from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Stage, Tokens
 from kvcli.kernels.decode_attention import attention_in_chain
 from kvcli.kernels.norm_rope import Rotation, norm_cpu, rotate_cpu
 from kvcli.kernels.softmax import Softmax
-from kvcli.kv.cache import DenseCache
 from kvcli.models.auto import layers_of
 from kvcli.models.weights import is_plain
 from kvcli.runtime.attention_hook import AttendsToAll
@@ -322,15 +321,16 @@ class AllLayers:
         """Run all layers on a token's hidden states [1, 1, D], if its step attends to everything."""
         if hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
             return None
-        caches = self._caches() if self.seen else None
-        if caches is None or any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards:
+        handler = cast(Attending, self.layers[0].own).hook.handler if self.seen else None
+        tokens = self._tokens(handler) if isinstance(handler, AttendsToAll) else None
+        if handler is None or tokens is None:
+            return None
+        if any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards:
             return None
         if self.whole is None:
             self.whole = self._of_all()
-        tokens = [Tokens(cache.kv, cache.length + 1) for cache in caches]
         (out,) = self.whole(hidden[0], *[angle[0] for angle in angles], tokens=tokens)
-        for cache in caches:
-            cache.length += 1
+        handler.take_rows()
         return out[None]
 
     def ready(self, layer: WholeLayer, hidden: Tensor, angles: Any) -> Tensor | None:
@@ -366,16 +366,15 @@ class AllLayers:
                 self.at, self.given, self.seen = 0, (None, None), True
         return out
 
-    def _caches(self) -> Sequence[DenseCache] | None:
-        """Return the caches of all layers if a step appends and attends to all of their tokens, and no more."""
+    def _tokens(self, handler: AttendsToAll) -> Sequence[Tokens] | None:
+        """Return the tokens of all layers, the next one's row included, if a step attends to them and does no more."""
+        tokens = handler.everything()
         own = [cast(Attending, layer.own) for layer in self.layers]
-        handler = own[0].hook.handler
-        caches = handler.everything() if isinstance(handler, AttendsToAll) else None
-        if caches is None or any(each.softmax.sinks is not None for each in own):
+        if tokens is None or any(each.softmax.sinks is not None for each in own):
             return None
-        if any(cache.kv.dtype != torch.float32 or cache.length >= min(SHORT, cache.kv.shape[2]) for cache in caches):
+        if any(kv.dtype != torch.float32 or length > SHORT for kv, length in tokens):
             return None
-        return [caches[each.layer] for each in own]
+        return [tokens[each.layer] for each in own]
 
     def _of_all(self) -> Chain:
         stages = list[Stage]()

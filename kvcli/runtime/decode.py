@@ -16,8 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels._numba import compiling
+from kvcli.kernels.chain import Tokens
 from kvcli.kernels.softmax import Softmax
-from kvcli.kv.cache import DenseCache
 from kvcli.kv.selected import SelectingCache
 from kvcli.methods.card import BLOCKING
 from kvcli.methods.contract import AnyMethod
@@ -54,9 +54,13 @@ class BlockingPipeline:
         outs = [method.attend_to(layer, q[row, :, 0], softmax) for row, method in enumerate(self.methods)]
         return self._stacked(outs, len(q))
 
-    def everything(self) -> Sequence[DenseCache] | None:
-        """Return the caches if there is one sequence, and its step only attends to everything."""
+    def everything(self) -> Sequence[Tokens] | None:
+        """Return the tokens of all layers if there is one sequence, and its step only attends to everything."""
         return self.methods[0].everything() if len(self.methods) == 1 else None
+
+    def take_rows(self) -> None:
+        """Count the token that was written to its row in every layer."""
+        self.methods[0].take_rows()
 
     def _stacked(self, outs: list[Tensor], rows: int) -> Tensor:
         """Stack the outputs [H, d] of all methods into rows [b, 1, H, d]."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kvcli.kernels import _numba, chain, packed_linear
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
+from kvcli.kernels.softmax import Softmax
 from kvcli.runtime import cpu_layers as layers
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.cpu_layers import cpu_layers
@@ -188,9 +189,12 @@ def test_packed_weights_are_read_as_they_are(kinds, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def steps(hook, monkeypatch, listening=None, **known):
-    """The logits of five steps of full attention, the numbers of loops that they launched, and the keys and values."""
-    method = new_method("full", {}, hook.geometry.layers, 5, **known)
+def steps(hook, monkeypatch, name="full", settings=None, **known):
+    """The logits of five steps after a prompt of a token, the numbers of loops that they launched, and the method."""
+    method = new_method(name, settings or {}, hook.geometry.layers, 6, **known)
+    for at, layer in enumerate(hook.geometry.layers):
+        token = torch.ones(layer.num_kv_heads, 1, layer.head_dim)
+        method.prefill(at, token, token, token[:, :0], Softmax(1.0))
     launched, loop, found = [0] * 5, chain._run, []
     for at in range(5):
 
@@ -198,11 +202,11 @@ def steps(hook, monkeypatch, listening=None, **known):
             launched[at] += 1
             loop(*arguments)
 
-        tokens, positions = TOKENS[:1, at % 3 :][:, :1], torch.tensor([[at]])
+        tokens, positions = TOKENS[:1, at % 3 :][:, :1], torch.tensor([[at + 1]])
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(chain, "_run", counted)
             found.append(hook.run(BlockingPipeline([method]), tokens, positions))
-    return torch.cat(found), launched, torch.stack([cache.kv for cache in method.caches])
+    return torch.cat(found), launched, method
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -214,13 +218,40 @@ def test_a_step_with_full_attention_is_one_loop(family, monkeypatch):
         with cpu_layers(model):
             found, launched, held = steps(hook, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(held, kept, rtol=1e-4, atol=1e-5)
+    for mine, its in zip(held.caches, kept.caches, strict=True):
+        torch.testing.assert_close(mine.kv, its.kv, rtol=1e-4, atol=1e-5)
     assert launched[1:] == [2] * 4
+
+
+TOKENS_5 = {"budget": 5, "sink": 1, "window": 1}
+"""Of five tokens nothing is left out yet."""
+PAGES_5 = TOKENS_5 | {"page_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *[(name, PAGES_5) for name in ("freekv", "arkvale", "quest", "twilight")],
+        ("tokenselect", TOKENS_5),
+    ],
+)
+def test_while_nothing_is_left_out_a_step_of_any_method_is_one_loop(name, settings, monkeypatch):
+    """Then it chooses, from the same tokens and with the same counts."""
+    model = tiny_model("llama")
+    with attached(model) as hook:
+        expected, _, kept = steps(hook, monkeypatch, name, settings)
+        with cpu_layers(model):
+            found, launched, held = steps(hook, monkeypatch, name, settings)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert held.context.counters.counts == kept.context.counters.counts
+    assert held.footprint() == kept.footprint()
+    assert launched[1:4] == [2] * 3
+    assert launched[4] > 2
 
 
 def test_a_long_text_is_attended_to_by_its_own_loop(monkeypatch):
     model = tiny_model("llama")
-    monkeypatch.setattr(layers, "SHORT", 3)
+    monkeypatch.setattr(layers, "SHORT", 4)
     with attached(model) as hook:
         expected, _, _ = steps(hook, monkeypatch)
         with cpu_layers(model):

@@ -81,9 +81,9 @@ class Int4EstimateCache(ResidentPageCache):
         return super().load(k, v)
 
     @override
-    def append(self, k: Tensor, v: Tensor) -> int:
-        self.estimate.fill(self.length, k[:, None])
-        return super().append(k, v)
+    def take_row(self) -> int:
+        self.estimate.fill(self.length, self.k[:, self.length : self.length + 1])
+        return super().take_row()
 
     @override
     def as_slots(self) -> LayerSlots:

@@ -76,6 +76,10 @@ class EarlyAfterCorrection(EarlyRecall):
     forgotten = 1
 
 
+def in_turn(*case):
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
     ("method", "streams", "words"),
     [
@@ -84,7 +88,7 @@ class EarlyAfterCorrection(EarlyRecall):
         (NONE_TURN, EarlyRecall, [r"writes in stream \d what \w+ reads in main"]),
         (ALL_TURN, EarlyAfterCorrection, [r"reads in stream \d what \w+ writes in stream 1"]),
         (QUEST, EarlyRecall, [r"reads in stream \d what \w+ writes in main"]),
-        (OFFLOAD, NobodyWaits, [r"reads in main what _bring_kernel writes in stream 1"]),
+        in_turn(OFFLOAD, NobodyWaits, [r"reads in main what _bring_kernel writes in stream 1"]),
         (
             OFFLOAD,
             EarlyRecall,
@@ -94,7 +98,7 @@ class EarlyAfterCorrection(EarlyRecall):
             ],
         ),
         (SHADOW, EarlyRecall, [r"_leaving_kernel writes in stream \d what \w+ reads in main"]),
-        (SHADOW, NoEnd, [r"reads in main what _leaving_kernel writes in stream \d"]),
+        in_turn(SHADOW, NoEnd, [r"reads in main what _leaving_kernel writes in stream \d"]),
     ],
     ids=str,
 )

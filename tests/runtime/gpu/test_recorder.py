@@ -13,6 +13,7 @@ from families import VOCAB, tiny_model
 from registrar import FakeRegistrar, eventually, pinned_in_name_only
 from stated import settings
 
+from kvcli.conformance.crossed import crossed
 from kvcli.memory.pinned import PinnedAllocator
 from kvcli.runtime.attention_hook import Hook
 from kvcli.runtime.decode import BlockingStepper
@@ -182,7 +183,7 @@ def planted_in(name):
     """A ragged batch: one has outgrown its budget, the other never does."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (61, 23)]
-    return tiny_model("llama"), name, settings(name), prompts, 8
+    return tiny_model("llama"), name, settings(name), prompts, 4
 
 
 @cache
@@ -190,8 +191,7 @@ def steps_of_the_blocking_pipeline(name):
     return run(*planted_in(name))
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("name", ["freekv", "infinigen", "h2o", "offload", "infllm"])
+@pytest.mark.parametrize(("name", "layer"), crossed(["freekv", "infinigen", "h2o", "offload", "infllm"], [0, 2]))
 def test_steps_go_on_after_a_capture_that_failed(name, layer, device, monkeypatch):
     """Planted in a layer: one notice, nothing held, and the steps are those of the blocking pipeline."""
     case, notices, graphs = planted_in(name), [], []
