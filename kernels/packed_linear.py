@@ -507,10 +507,11 @@ def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
 class _Block:
     """A block within a loop: loads bytes at fixed places as integers of 32 bits or floats, sixteen at once."""
 
-    def __init__(self, builder: Any, held: FlatArrays):
+    def __init__(self, builder: Any, held: FlatArrays, parts: Callable[[int], Any] | None = None):
+        """Keep the loop's builder, the place of the block, and what loads one of the numbers of its parts, if any."""
         from llvmlite import ir
 
-        self.builder, self.held = builder, held
+        self.builder, self.held, self.parts = builder, held, parts
         self.float, self.byte, self.word = ir.FloatType(), ir.IntType(8), ir.IntType(32)
         self.floats, self.words = ir.VectorType(self.float, LANES), ir.VectorType(self.word, LANES)
         self.constant = ir.Constant
@@ -592,8 +593,23 @@ class _Block:
         return self.builder.fmul(a, self.constant(a.type, [number] * a.type.count))
 
 
-def _parts_of_k(block: _Block) -> Iterator[tuple[Any, Any]]:
-    """Yield scale and offset, in every lane, of the eight parts of a block of Q4_K or Q5_K."""
+def _of_parts(block: _Block, decode: Callable[[_Block], Sequence[Any]]) -> Callable[[int], Any]:
+    """Return what gives one of the sixteen numbers of a block's parts in every lane."""
+    if (load := block.parts) is not None:
+        return lambda at: block.each(load(at))
+    vectors = decode(block)
+    each = LANES // len(vectors)
+    return lambda at: lanes(block.builder, (vectors[at // each],) * 2, [at % each] * LANES)
+
+
+def _parts_of_k(block: _Block) -> list[tuple[Any, Any]]:
+    """Return scale and offset, in every lane, of the eight parts of a block of Q4_K or Q5_K."""
+    number = _of_parts(block, _scales_of_k)
+    return [(number(part), number(8 + part)) for part in range(8)]
+
+
+def _scales_of_k(block: _Block) -> tuple[Any, Any]:
+    """Decode the scales of a block of Q4_K or Q5_K, and its offsets, eight each."""
     from llvmlite import ir
 
     builder, word = block.builder, block.word
@@ -614,8 +630,7 @@ def _parts_of_k(block: _Block) -> Iterator[tuple[Any, Any]]:
     scales = eight(masked(a, half), builder.or_(masked(c, quarter), masked(a, 0x30303030, 2)), block.half(0, 8))
     last = builder.or_(masked(c, quarter, 4), masked(b, 0x30303030, 2))
     least = eight(masked(b, half), last, block.times(block.half(2, 8), -1.0))
-    for part in range(8):
-        yield tuple(lanes(builder, (each, each), [part] * LANES) for each in (scales, least))
+    return scales, least
 
 
 def _q4_0(block: _Block) -> Iterator[Any]:
@@ -652,7 +667,7 @@ def _q8_0(block: _Block) -> Iterator[Any]:
 
 
 def _q4_k(block: _Block) -> Iterator[Any]:
-    parts = list(_parts_of_k(block))
+    parts = _parts_of_k(block)
     for pair in range(4):
         packed = [block.unsigned(16 + 32 * pair + at) for at in (0, LANES)]
         for take, part in ((block.low, parts[2 * pair]), (block.high, parts[2 * pair + 1])):
@@ -660,7 +675,7 @@ def _q4_k(block: _Block) -> Iterator[Any]:
 
 
 def _q5_k(block: _Block) -> Iterator[Any]:
-    parts, fifth = list(_parts_of_k(block)), [block.unsigned(16 + at) for at in (0, LANES)]
+    parts, fifth = _parts_of_k(block), [block.unsigned(16 + at) for at in (0, LANES)]
     for pair in range(4):
         packed = [block.unsigned(48 + 32 * pair + at) for at in (0, LANES)]
         for place, take in ((2 * pair, block.low), (2 * pair + 1, block.high)):
@@ -669,9 +684,7 @@ def _q5_k(block: _Block) -> Iterator[Any]:
 
 
 def _q6_k(block: _Block) -> Iterator[Any]:
-    builder = block.builder
-    scales = builder.fmul(builder.sitofp(block.signed(192), block.floats), block.half(208))
-    scale = 0
+    builder, scale, number = block.builder, 0, _of_parts(block, _scales_of_q6_k)
     for half in range(2):
         low = [block.unsigned(64 * half + at) for at in range(0, 64, LANES)]
         high = [block.unsigned(128 + 32 * half + at) for at in (0, LANES)]
@@ -681,9 +694,14 @@ def _q6_k(block: _Block) -> Iterator[Any]:
                 words = block.low(words) if part < 2 else block.high(words)
                 bits = builder.and_(builder.lshr(high[at], block.of(2 * part)), block.of(3))
                 words = builder.or_(words, builder.shl(bits, block.of(4)))
-                own = lanes(builder, (scales, scales), [scale] * LANES)
-                yield block.scaled(builder.sub(words, block.of(32)), own)
+                yield block.scaled(builder.sub(words, block.of(32)), number(scale))
                 scale += 1
+
+
+def _scales_of_q6_k(block: _Block) -> tuple[Any]:
+    """Decode the sixteen scales of a block of Q6_K."""
+    builder = block.builder
+    return (builder.fmul(builder.sitofp(block.signed(192), block.floats), block.half(208)),)
 
 
 def _mxfp4(block: _Block) -> Iterator[Any]:
@@ -739,12 +757,19 @@ _IN_LANES: dict[str, Callable[[_Block], Iterator[Any]]] = {
     "F16": _f16,
     "BF16": _bf16,
 }
+_SCALES = {"Q4_K": _scales_of_k, "Q5_K": _scales_of_k, "Q6_K": _scales_of_q6_k}
+"""Of a block with parts: sixteen numbers."""
 
 
 def _lot(packing: int) -> tuple[int, int]:
     """Return the numbers and bytes that a loop handles at once."""
     _, size, nbytes = list(PACKINGS.values())[packing]
     return (size, nbytes) if size > 1 else (_LOT, _LOT * nbytes)
+
+
+def _in_parts(packing: int) -> bool:
+    """Tell whether a block has scales of parts, which a loop over the row decodes first."""
+    return list(_IN_LANES)[packing] in _SCALES
 
 
 @intrinsic
@@ -772,13 +797,47 @@ def _unpack_row(_: Any, packed: Any, place: Any, out: Any, at: Any, lots: Any, p
 
 
 @intrinsic
+def _decode_scales(_: Any, packed: Any, place: Any, parts: Any, first: Any, lots: Any, packing: Any) -> Any:
+    """Decode the scales and offsets of the parts of a row that starts at `place` to `parts`, 16 numbers a lot."""
+    from numba import types
+    from numba.core import cgutils
+
+    def decode(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        _, nbytes = _lot(packing.literal_value)
+        with cgutils.for_range(builder, given[4]) as loop:
+            here = list(given)
+            for argument, step in ((1, nbytes), (3, LANES)):
+                here[argument] = builder.add(given[argument], builder.mul(loop.index, loop.index.type(step)))
+            held = FlatArrays(context, builder, signature, here)
+            vectors = _SCALES[list(_IN_LANES)[packing.literal_value]](_Block(builder, held))
+            for at, numbers in enumerate(vectors):
+                held.store(2, numbers, LANES // len(vectors) * at)
+        return context.get_dummy_value()
+
+    if not isinstance(packing, types.Literal):
+        return None
+    return types.none(packed, place, parts, first, lots, packing), decode
+
+
+@intrinsic
 def _multiply_row(
-    _: Any, packed: Any, place: Any, x: Any, own: Any, out: Any, at: Any, sizes: Any, packing: Any, rows: Any
+    _: Any,
+    packed: Any,
+    place: Any,
+    x: Any,
+    own: Any,
+    out: Any,
+    at: Any,
+    parts: Any,
+    first: Any,
+    sizes: Any,
+    packing: Any,
+    rows: Any,
 ) -> Any:
     """Multiply a row of a weight, which starts at `place`, with `rows` rows of x, the first starting at `own`.
 
     `sizes` are the lots of a row, the numbers of a row of x, and those of a row of `out`. The first product goes to
-    `at`.
+    `at`. `parts` are what `_decode_scales` gave, if the packing has such parts.
     """
     from llvmlite import ir
     from numba import types
@@ -788,7 +847,7 @@ def _multiply_row(
         (size, nbytes), count = _lot(packing.literal_value), rows.literal_value
         values = list(_IN_LANES.values())[packing.literal_value]
         tools: Any = cgutils
-        lots, width, stride = tools.unpack_tuple(builder, given[6])
+        lots, width, stride = tools.unpack_tuple(builder, given[8])
         vector = ir.VectorType(ir.FloatType(), LANES)
         zero, chains = ir.Constant(vector, [0.0] * LANES), min(4, 16 // count)
         sums = [[tools.alloca_once_value(builder, zero) for _ in range(chains)] for _ in range(count)]
@@ -800,7 +859,10 @@ def _multiply_row(
             begins = [builder.add(column, builder.mul(width, width.type(row))) for row in range(count)]
             of_x = [FlatArrays(context, builder, signature, [*given[:3], begin, *given[4:]]) for begin in begins]
             held = [[builder.load(each) for each in chain] for chain in sums]
-            block = _Block(builder, FlatArrays(context, builder, signature, here))
+            here[7] = builder.add(given[7], builder.mul(index, index.type(LANES)))
+            arrays = FlatArrays(context, builder, signature, here)
+            in_parts = _in_parts(packing.literal_value)
+            block = _Block(builder, arrays, (lambda part: builder.load(arrays.place(6, part))) if in_parts else None)
             block.ask_for(_AHEAD, nbytes)
             for lane, weights in enumerate(values(block)):
                 for row in range(count):
@@ -826,7 +888,7 @@ def _multiply_row(
 
     if not isinstance(packing, types.Literal) or not isinstance(rows, types.Literal):
         return None
-    return types.none(packed, place, x, own, out, at, sizes, packing, rows), multiply
+    return types.none(packed, place, x, own, out, at, parts, first, sizes, packing, rows), multiply
 
 
 @cache
@@ -847,16 +909,22 @@ def _unpacking(packing: int) -> Any:
 def _multiplying(packing: int, rows: int) -> int:
     """Make the loop that multiplies `rows` rows of x by rows of a packing, see `kvcli.kernels.chain`."""
     size, nbytes = _lot(packing)
+    in_parts = _in_parts(packing)
 
     def multiply(
         weight: int, x: int, out: int, first: int, last: int, columns: int, stride: int, at: int, _: int
     ) -> None:
         lots = columns // size
         packed = at_address(weight, np.uint8(0), last * lots * nbytes)
-        given, target = floats(x, rows * columns), floats(out, rows * stride)
+        given, target, none = floats(x, rows * columns), floats(out, rows * stride), np.uint64(0)
+        # Numbers of all lanes are loaded from memory: shuffles within registers are what a row's time goes to.
+        parts = np.empty(lots * LANES if in_parts else 0, np.float32)
         for i in range(first, last):
             place, column = np.uint64(i * lots * nbytes), np.uint64(at + i)
-            _multiply_row(packed, place, given, np.uint64(0), target, column, (lots, columns, stride), packing, rows)
+            if in_parts:
+                _decode_scales(packed, place, parts, none, lots, packing)
+            sizes = lots, columns, stride
+            _multiply_row(packed, place, given, none, target, column, parts, none, sizes, packing, rows)
 
     return loop_of_rows(multiply)
 
