@@ -170,6 +170,8 @@ def heading(report: Report) -> str:
     parts += [f"{key} {_tokens(settings[key])}" for key in sizes if key in settings]
     tau = settings.get("tau")
     parts += [f"tau {'by layer' if isinstance(tau, list) else f'{tau:g}'}"] if tau is not None else []
+    held = settings.get("kv_dtype", "auto")
+    parts += [f"KV in {held}"] if held != "auto" else []
     return " · ".join(parts)
 
 

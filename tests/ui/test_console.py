@@ -12,7 +12,7 @@ from kvcli.telemetry.report import KVOrigin, Sequence
 from kvcli.ui import console as shown
 from kvcli.ui.console import EscapingConsole, _TimeLeft, rendered, table_of
 from kvcli.ui.escape import visible
-from kvcli.ui.summary import Table, duration, per_second, rate, timeline_rows
+from kvcli.ui.summary import Table, duration, heading, per_second, rate, timeline_rows
 
 
 def screen(width=80, terminal=False, **options):
@@ -98,6 +98,13 @@ def test_a_budget_that_is_a_share_shows_the_sizes_of_each_prompt():
     assert "budget 10%" in text
     assert "512" not in text
     assert "285 tokens, 10% of the prompt · sink 16 · window 64" in text
+
+
+@pytest.mark.parametrize(("held", "shown_as"), [("auto", "demo · full"), ("int8", "demo · full · KV in int8")])
+def test_a_form_of_kv_that_was_asked_for_is_named(held, shown_as):
+    report = report_of(dense_sequence(), method="full")
+    report.profile["settings"] = {"kv_dtype": held}
+    assert heading(report) == shown_as
 
 
 def test_statistics_show_what_only_the_method_knows():
