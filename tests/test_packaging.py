@@ -76,6 +76,7 @@ def test_transformers_finds_an_installed_kernels_package_in_a_command_or_noteboo
     run([sys.executable, "-"], probe(stand_in / "kernels", True), path=stand_in)
 
 
+@pytest.mark.exhaustive  # the two differ in nothing but the way that Python starts
 def test_transformers_finds_an_installed_kernels_package_in_a_module(stand_in: Path, tmp_path: Path) -> None:
     test = tmp_path / "test_probe.py"
     lines = "".join(f"    {line}\n" for line in probe(stand_in / "kernels", True).splitlines())

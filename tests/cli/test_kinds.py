@@ -7,6 +7,7 @@ import torch
 from families import tiny_checkpoint
 from transformers import AutoTokenizer
 
+from kvcli.conformance.crossed import some
 from kvcli.models.auto import model_class
 from kvcli.models.loading import ModelSpec, read_config
 
@@ -16,9 +17,10 @@ SMALL = [*AMPLE[:2], "--budget", "96", *AMPLE[4:]]
 STEPS = 8
 
 
-@pytest.fixture(
-    scope="module", params=["gpt2", "deepseek_v3", "llama4_images", "qwen3_vl", "gemma4", "gemma3n", "longcat_flash"]
-)
+KINDS = ["gpt2", "deepseek_v3", "llama4_images", "qwen3_vl", "gemma4", "gemma3n", "longcat_flash"]
+
+
+@pytest.fixture(scope="module", params=some(KINDS, KINDS[::2]))
 def model(request, tmp_path_factory):
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
