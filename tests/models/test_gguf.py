@@ -4,6 +4,7 @@ import random
 import shutil
 import struct
 import threading
+import time
 import unicodedata
 import urllib.request
 from contextlib import suppress
@@ -329,6 +330,7 @@ def test_only_the_header_of_a_file_on_the_hub_is_fetched_for_a_plan(whole, serve
 @pytest.mark.parametrize("name", ["org/name:Q4_0", "org/name:tiny.gguf"])
 def test_a_hub_that_cannot_be_reached_is_said(name, monkeypatch):
     monkeypatch.setattr(reading.huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # the library tries five times, with longer and longer pauses
     with pytest.raises(KvcliError, match="the hub cannot be reached"):
         locate(ModelSpec(name, **CPU), header_only=True)
 
