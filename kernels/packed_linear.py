@@ -863,7 +863,9 @@ def _multiply_row(
             arrays = FlatArrays(context, builder, signature, here)
             in_parts = _in_parts(packing.literal_value)
             block = _Block(builder, arrays, (lambda part: builder.load(arrays.place(6, part))) if in_parts else None)
-            block.ask_for(_AHEAD, nbytes)
+            if in_parts:  # `_decode_scales` goes through the next row before this loop comes to it
+                here = [*here[:1], builder.add(here[1], builder.mul(lots, lots.type(nbytes))), *here[2:]]
+            _Block(builder, FlatArrays(context, builder, signature, here)).ask_for(_AHEAD, nbytes)
             for lane, weights in enumerate(values(block)):
                 for row in range(count):
                     product = builder.fmul(weights, of_x[row].load(2, LANES, LANES * lane), flags=("contract",))
