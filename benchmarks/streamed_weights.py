@@ -2,8 +2,8 @@
 
 Two made-up checkpoints in bfloat16 read a prompt of some 800 tokens and go on: one of 3.0 GB (32 layers of a Qwen2),
 one of 2.1 GB whose layers have 64 experts, of which a token uses 4. Each case is a `kvcli generate` of its own; all are
-run in turn, round after round, and a ratio is taken within each. Tokens have to be the same. Peaks are of the process,
-libraries included, and of a memory control group where one is given.
+run in turn, round after round, and a ratio is taken within each. Tokens are sampled, and have to be the same. Peaks are
+of the process, libraries included, and of a memory control group where one is given.
 
     python benchmarks/streamed_weights.py --at DIR                 # DIR gets the checkpoints, 5.1 GB
     python benchmarks/streamed_weights.py --at DIR --cgroup GROUP  # GROUP: an empty folder of the memory controller
@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvcli.models.loading import ModelSpec, open_checkpoint
 
 DOCUMENT = Path(__file__).parent.parent / "examples" / "needle-8k.txt"
-CHARACTERS, STEPS = 1_000, 12
+CHARACTERS, STEPS = 1_000, 16
 DENSE = {
     "model_type": "qwen2",
     "hidden_size": 1536,
@@ -71,6 +71,7 @@ def made(path: Path, config: dict[str, Any]) -> Path:
             AutoConfig.for_model(kind_of, vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes),
             dtype=torch.bfloat16,
         )
+        model.get_input_embeddings().weight.data.normal_()  # so large that routers tell tokens apart
         tokenizer.save_pretrained(path)
         model.save_pretrained(path)
     return path
@@ -80,6 +81,7 @@ def ran(model: Path, document: Path, how: list[str], group: Path | None) -> dict
     """Run one case, and return its report, with the group's peak."""
     command = [sys.executable, "-m", "kvcli", "generate", document, "-m", model, "--method", "full", "--raw"]
     command += ["--max-tokens", STEPS + 1, "--ignore-eos", "--dtype", "bfloat16", "--device", "cpu", "--json", "-q"]
+    command += ["--temperature", 1, "--seed", 1]  # random weights give nearly random tokens
 
     def enter() -> None:
         if group is not None:
