@@ -6,7 +6,7 @@ run in turn, round after round, and a ratio is taken within each. Tokens are sam
 of the process, libraries included, and of a memory control group where one is given.
 
     python benchmarks/streamed_weights.py --at DIR                 # DIR gets the checkpoints, 5.1 GB
-    python benchmarks/streamed_weights.py --at DIR --cgroup GROUP  # GROUP: an empty folder of the memory controller
+    python benchmarks/streamed_weights.py --at DIR --cgroup GROUP  # GROUP: an empty group of the memory controller
 """
 
 import json
@@ -63,7 +63,8 @@ CASES: dict[str, dict[str, list[str]]] = {
 
 def made(path: Path, config: dict[str, Any]) -> Path:
     """Write a checkpoint of random weights, with the tokenizer of the bundled model; return where it is."""
-    if not (path / "config.json").exists():
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
         tokenizer = open_checkpoint(ModelSpec(None)).tokenizer
         kind_of, sizes = config["model_type"], {key: value for key, value in config.items() if key != "model_type"}
         torch.manual_seed(0)
@@ -72,8 +73,9 @@ def made(path: Path, config: dict[str, Any]) -> Path:
             dtype=torch.bfloat16,
         )
         model.get_input_embeddings().weight.data.normal_()  # so large that routers tell tokens apart
-        tokenizer.save_pretrained(path)
-        model.save_pretrained(path)
+        tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
+        unfinished.rename(path)
     return path
 
 
@@ -83,21 +85,24 @@ def ran(model: Path, document: Path, how: list[str], group: Path | None) -> dict
     command += ["--max-tokens", STEPS + 1, "--ignore-eos", "--dtype", "bfloat16", "--device", "cpu", "--json", "-q"]
     command += ["--temperature", 1, "--seed", 1]  # random weights give nearly random tokens
 
-    def enter() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
+    own = None if group is None else group / "case"  # a group of its own: what was read before does not count
 
-    peak = None
-    if group is not None:  # the older and the newer hierarchy name it differently
-        named = [group / name for name in ("memory.max_usage_in_bytes", "memory.peak")]
-        peak = next(file for file in named if file.exists())
-    if peak is not None:
-        peak.write_text("0")
+    def enter() -> None:
+        if own is not None:
+            (own / "cgroup.procs").write_text(str(os.getpid()))
+
+    if own is not None:
+        own.mkdir()
     done = subprocess.run([*map(str, command), *how], capture_output=True, text=True, check=False, preexec_fn=enter)
+    peak = None
+    if own is not None:  # the older and the newer hierarchy name it differently
+        named = [own / name for name in ("memory.max_usage_in_bytes", "memory.peak")]
+        peak = int(next(file for file in named if file.exists()).read_text())
+        own.rmdir()
     if done.returncode:
         sys.exit(done.stderr)
     report: dict[str, Any] = json.loads(done.stdout)
-    return report | {"group_peak": None if peak is None else int(peak.read_text())}
+    return report | {"group_peak": peak}
 
 
 def main() -> None:

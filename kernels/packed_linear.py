@@ -758,7 +758,7 @@ _IN_LANES: dict[str, Callable[[_Block], Iterator[Any]]] = {
     "BF16": _bf16,
 }
 _SCALES = {"Q4_K": _scales_of_k, "Q5_K": _scales_of_k, "Q6_K": _scales_of_q6_k}
-"""Of a block with parts: sixteen numbers."""
+"""What decodes the sixteen numbers of a block with parts, by format."""
 
 
 def _lot(packing: int) -> tuple[int, int]:
@@ -850,6 +850,7 @@ def _multiply_row(
         lots, width, stride = tools.unpack_tuple(builder, given[8])
         vector = ir.VectorType(ir.FloatType(), LANES)
         zero, chains = ir.Constant(vector, [0.0] * LANES), min(4, 16 // count)
+        in_parts = _in_parts(packing.literal_value)
         sums = [[tools.alloca_once_value(builder, zero) for _ in range(chains)] for _ in range(count)]
         with cgutils.for_range(builder, lots) as loop:
             index = loop.index
@@ -861,9 +862,8 @@ def _multiply_row(
             held = [[builder.load(each) for each in chain] for chain in sums]
             here[7] = builder.add(given[7], builder.mul(index, index.type(LANES)))
             arrays = FlatArrays(context, builder, signature, here)
-            in_parts = _in_parts(packing.literal_value)
             block = _Block(builder, arrays, (lambda part: builder.load(arrays.place(6, part))) if in_parts else None)
-            if in_parts:  # `_decode_scales` goes through the next row before this loop comes to it
+            if in_parts:  # the next row is asked for: `_decode_scales` reads all of it before it is multiplied
                 here = [*here[:1], builder.add(here[1], builder.mul(lots, lots.type(nbytes))), *here[2:]]
             _Block(builder, FlatArrays(context, builder, signature, here)).ask_for(_AHEAD, nbytes)
             for lane, weights in enumerate(values(block)):
@@ -919,7 +919,7 @@ def _multiplying(packing: int, rows: int) -> int:
         lots = columns // size
         packed = at_address(weight, np.uint8(0), last * lots * nbytes)
         given, target, none = floats(x, rows * columns), floats(out, rows * stride), np.uint64(0)
-        # Numbers of all lanes are loaded from memory: shuffles within registers are what a row's time goes to.
+        # A scale is loaded from memory into all lanes: to shuffle registers would take most of a row's time.
         parts = np.empty(lots * LANES if in_parts else 0, np.float32)
         for i in range(first, last):
             place, column = np.uint64(i * lots * nbytes), np.uint64(at + i)

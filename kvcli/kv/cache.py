@@ -87,6 +87,16 @@ class LayerCache(ABC):
     pool: HostPagePool | None = None
     """The pages in host memory, if the cache keeps any there."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show no rows where `append` or `attend` does more than the class that shows them knows of."""
+        super().__init_subclass__(**kwargs)
+
+        def place(name: str) -> int:
+            return next(at for at, parent in enumerate(cls.__mro__) if name in vars(parent))
+
+        if min(place("append"), place("attend")) < place("rows_in_order"):
+            cls.rows_in_order = LayerCache.rows_in_order  # type: ignore[method-assign]
+
     @property
     def disk(self) -> DiskBlocks | None:
         """The blocks that lie on a disk; None without any."""
@@ -220,15 +230,10 @@ class DenseCache(ResidentCache):
     lent = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lend no rows where `load` is overridden, unless the class says so: it may read what it overwrites.
-
-        Likewise show none to others where `append` or `attend` is overridden.
-        """
+        """Lend no rows where `load` is overridden, unless the class says so: it may read what it overwrites."""
         super().__init_subclass__(**kwargs)
         if "load" in vars(cls) and "lends" not in vars(cls):
             cls.lends = False
-        if {"append", "attend"} & vars(cls).keys() and "rows_in_order" not in vars(cls):
-            cls.rows_in_order = LayerCache.rows_in_order  # type: ignore[method-assign]
 
     @override
     def waiting(self) -> Sequence[Tensor]:

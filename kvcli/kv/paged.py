@@ -177,22 +177,20 @@ class OffloadedPageCache(PagedCache, LayerCache):
     @override
     def append(self, k: Tensor, v: Tensor) -> int:
         """Store the current token; summarise a page that it fills, and write it to the host."""
-        page, row = divmod(self.length, self.budget.size)
+        page, row, slot = self._next
         if row == 0 and page >= self.budget.total:
             self._advance_window()
-        slot = min(page, self.budget.total - 1)
         self.kv[0, :, slot, row] = k
         self.kv[-1, :, slot, row] = v
         return self.take_row()
 
     @override
     def rows_in_order(self) -> Tensor | None:
-        return None if self.budget.active(self.length + 1) else self.kv.flatten(2, 3)
+        return None if self.budget.active(self.length + 1) else self.kv.view(*self.kv.shape[:2], -1, self.kv.shape[-1])
 
     @override
     def take_row(self) -> int:
-        page, row = divmod(self.length, self.budget.size)
-        slot = min(page, self.budget.total - 1)
+        page, row, slot = self._next
         self.length += 1
         if row < self.budget.size - 1:
             return 0
@@ -271,6 +269,12 @@ class OffloadedPageCache(PagedCache, LayerCache):
         attended = nbytes(self.kv.flatten(2, 3)[:, :, : self.budget.tokens(length)])
         recalled = self.resident.numel() * self.pool.block_bytes if self.budget.active(length) else 0
         return replace(self.summaries.traffic(self.budget, length), attended=attended, recalled=recalled)
+
+    @property
+    def _next(self) -> tuple[int, int, int]:
+        """The next token's page, its row there, and the slot of the page."""
+        page, row = divmod(self.length, self.budget.size)
+        return page, row, min(page, self.budget.total - 1)
 
     def _hold_first_pages(self) -> None:
         """Register the first pages as resident, unless the host holds them in another form: then they are fetched."""

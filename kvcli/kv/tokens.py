@@ -67,6 +67,10 @@ class TokenBudget:
         """The layout in slots of the tokens attended to."""
         return SlotLayout(1, self.sink, self.max_selected, self.window, self.group)
 
+    def active(self, length: int) -> bool:
+        """Return whether something has to be left out at this length."""
+        return length > self.total
+
     def selected(self, length: int) -> int:
         """Return how many tokens to select in a context that has outgrown the budget."""
         candidates = self.candidates(length)
@@ -110,7 +114,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
     @property
     def active(self) -> bool:
         """Whether the context has outgrown the budget."""
-        return self.length > self.budget.total
+        return self.budget.active(self.length)
 
     @property
     def candidates(self) -> range:
@@ -125,7 +129,7 @@ class TokenCache(LayerCache, Generic[IndexT]):
     @override
     def traffic(self, length: int) -> Traffic:
         token = nbytes(*(rows[:, :1] for rows in distinct(self.k, self.v)))
-        if length <= self.budget.total:
+        if not self.budget.active(length):
             return Traffic(attended=length * token)
         recalled = self.budget.selected(length) * self.token_on_host
         moved = self.index.traffic(self.budget, length)
@@ -190,7 +194,7 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
 
     @override
     def rows_in_order(self) -> Tensor | None:
-        return super().rows_in_order() if self.length < self.budget.total else None
+        return None if self.budget.active(self.length + 1) else super().rows_in_order()
 
     @override
     def take_row(self) -> int:

@@ -438,7 +438,7 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         """
         kind, context, plan = type(self), self.context, self.plan
         usual = kind.attend is Method.attend and kind.attend_to is Method.attend_to and kind.retrieve is Method.retrieve
-        does_more = plan.turn is not None or plan.evict is not None
+        does_more = plan.turn is not None or plan.rounds is not None or plan.evict is not None
         if not usual or (does_more and self.retrieval) or context.timeline.enabled or context.attention_observer:
             return None
         tokens = list[Tokens]()

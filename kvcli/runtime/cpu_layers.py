@@ -319,11 +319,10 @@ class AllLayers:
 
     def _step(self, hidden: Tensor, angles: Any) -> Tensor | None:
         """Run all layers on a token's hidden states [1, 1, D], if its step attends to everything."""
-        if hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
+        if not self.seen or hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
             return None
-        handler = cast(Attending, self.layers[0].own).hook.handler if self.seen else None
-        tokens = self._tokens(handler) if isinstance(handler, AttendsToAll) else None
-        if handler is None or tokens is None:
+        handler = cast(Attending, self.layers[0].own).hook.handler
+        if not isinstance(handler, AttendsToAll) or (tokens := self._tokens(handler)) is None:
             return None
         if any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards:
             return None

@@ -171,7 +171,8 @@ def heading(report: Report) -> str:
     tau = settings.get("tau")
     parts += [f"tau {'by layer' if isinstance(tau, list) else f'{tau:g}'}"] if tau is not None else []
     held = settings.get("kv_dtype", "auto")
-    parts += [f"KV in {held}"] if held != "auto" else []
+    where = "KV" if profile.get("method") == "full" else "host KV"
+    parts += [f"{where} in {held}"] if held != "auto" else []
     return " · ".join(parts)
 
 

@@ -71,7 +71,7 @@ def in_turn(rows):
 
 
 @pytest.mark.usefixtures("short_probe")
-@pytest.mark.parametrize("name", some(FILES, FILES.keys() - {"paper-actqkv"}))  # whose files others read as well
+@pytest.mark.parametrize("name", some(FILES, FILES.keys() - {"paper-fier"}))  # whose file others read as well
 def test_a_suite_runs_on_files_in_the_forms_of_its_table(folder, tmp_path, name):
     suite = table_suite(name)
     files = []

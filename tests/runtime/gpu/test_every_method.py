@@ -199,7 +199,7 @@ def test_steps_by_kernels_in_streams(name, family, wanted, monkeypatch):
     A dense layer, and two that retrieve and can get in each other's way; the second step fills a page.
     """
     model = tiny_model(family, layers=3)
-    case = (model, name, settings(name, **wanted), prompts(70), 2)
+    case = (model, name, settings(name, **wanted), prompts(70), 3)
     expected = decoded(*case)
     races = Races(monkeypatch, model.parameters())
     start, step = SlotPipeline.start, SlotStepper._run
