@@ -1,6 +1,6 @@
 """Steps and memory with weights streamed from the disk, against the same with all of them in memory.
 
-Two made-up checkpoints in bfloat16 read a prompt of some 800 tokens and go on: one of 3.0 GB (32 layers of a Qwen2),
+Two made-up checkpoints in bfloat16 read 1,000 characters and go on: one of 3.0 GB (32 layers of a Qwen2),
 one of 2.1 GB whose layers have 64 experts, of which a token uses 4. Each case is a `kvcli generate` of its own; all are
 run in turn, round after round, and a ratio is taken within each. Tokens are sampled, and have to be the same. Peaks are
 of the process, libraries included, and of a memory control group where one is given.
