@@ -43,6 +43,7 @@ RESULTS = Path(__file__).parent / "results"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli" / "real_models"
 MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
 PAGED = "full,oracle,streaming,fier,shadowkv,retroinfer,freekv"
+DENSE = "full,streaming,oracle,quest,arkvale,freekv,fier,tokenselect,retroinfer,infinigen"
 HELD = ("full", "streaming")
 WITHOUT = {"offload", "native", "duoattention", "razor"}
 """The first is `full`, the second serves other models, the others need gates and heads found beforehand."""
@@ -82,6 +83,8 @@ class Plan(NamedTuple):
     """None: all."""
     pages: Sequence[int] = (16,)
     """Tokens of a page: methods that choose pages are run with each, the others once."""
+    dense: Sequence[int] = ()
+    """Leading layers that attend to everything: methods that choose in layers are run with each; empty: their own."""
     profiles: str = ""
     """Settings of methods that are run as well."""
 
@@ -118,12 +121,14 @@ PLANS = {
     "smollm2-budgets": Plan("smollm2", [4096], [256, 1024], fed=128, stretches=1),
     "smollm2-small": Plan("smollm2", [4096], [128], fed=128, stretches=1),
     "smollm2-short": Plan("smollm2", [2048], [512], fed=128, stretches=1),
-    "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1, methods=MAIN),
+    "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1),
     "smollm2-main": Plan("smollm2", [4096], [512], fed=1024, stretches=5, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
+    "smollm2-dense": Plan("smollm2", [4096], [512], 256, 2, DENSE, dense=(1, 2)),
+    "gemma3-dense": Plan("gemma3", [16384], [2048], 128, 1, DENSE, dense=(1, 2)),
     "gemma3-pages": Plan("gemma3", [16384], [2048], 128, 1, PAGED, (32, 16, 8)),
-    "gemma3-far": Plan("gemma3", [31744], [2048], 500, 1, "full,oracle,streaming,freekv,shadowkv,fier,retroinfer"),
-    "gemma3-wide": Plan("gemma3", [8192], [512, 1024, 256], fed=128, stretches=1),
+    "gemma3-far": Plan("gemma3", [31744], [2048], 500, 1, PAGED, (16, 8)),
+    "gemma3-wide": Plan("gemma3", [8192], [512], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
 }
 
@@ -180,41 +185,56 @@ def texts() -> dict[str, Path]:
     return {name.partition(".")[0]: CACHE / name for name in written}
 
 
-def methods_of(plan: Plan, page: int) -> list[str]:
-    """Name the plan's methods; but for the first page size only those that have one, and what they are held against."""
+class Case(NamedTuple):
+    """Settings that a plan runs its methods with: `field` is what differs from the plan's first case."""
+
+    page: int
+    dense: int | None
+    field: str | None
+    label: str
+
+
+def cases(plan: Plan) -> list[Case]:
+    """List the plan's page sizes and numbers of dense layers, each with the first of the other."""
+    first, *dense = plan.dense or (None,)
+    found = [Case(plan.pages[0], first, None, "")]
+    found += [Case(page, first, "page_size", f", pages of {page}") for page in plan.pages[1:]]
+    return found + [Case(plan.pages[0], many, "dense_layers", f", {many} dense layers") for many in dense]
+
+
+def methods_of(plan: Plan, field: str | None) -> list[str]:
+    """Name the plan's methods; given a `field`, only those that have this setting, and what they are held against."""
     from kvcli.methods import get_method, method_names
 
     names = (
         [name for name in method_names() if name not in WITHOUT] if plan.methods is None else plan.methods.split(",")
     )
-    if page == plan.pages[0]:
-        return names
-    return [name for name in names if name in HELD or "page_size" in get_method(name).Config.model_fields]
+    return [name for name in names if field is None or name in HELD or field in get_method(name).Config.model_fields]
 
 
 def run(name: str, output: Path) -> None:
     """Measure what is missing of a plan, and write the results."""
     plan, model, files = PLANS[name], fetch(PLANS[name].model), texts()
     tasks = ",".join(f"fidelity:{path}" for path in files.values())
-    plan_told = plan._asdict() | {"methods": ",".join(methods_of(plan, plan.pages[0]))}
+    plan_told = plan._asdict() | {"methods": ",".join(methods_of(plan, None))}
     rows: list[dict[str, Any]] = []
-    for length, budget, page in itertools.product(plan.lengths, plan.budgets, plan.pages):
-        told = CACHE / f"{name}-{length}-{budget}{'' if page == 16 else f'-{page}'}"
+    for length, budget, case in itertools.product(plan.lengths, plan.budgets, cases(plan)):
+        page, differs = case.page, "" if case.field != "dense_layers" else f"-dense{case.dense}"
+        told = CACHE / f"{name}-{length}-{budget}{'' if page == 16 else f'-{page}'}{differs}"
         command = ["eval", "-m", model, "--tasks", tasks, "--length", length, "--max-tokens", plan.fed]
-        methods = ",".join(methods_of(plan, page))
+        methods = ",".join(methods_of(plan, case.field))
         command += ["--limit", plan.stretches, "--method", methods, "--budget", budget, "--set", "sink=16"]
         command += ["--profile", plan.profiles] if plan.profiles else []
+        command += [] if case.dense is None else ["--set", f"dense_layers={case.dense}"]
         command += ["--set", f"window={budget // 4}", "--set", f"page_size={page}", "--json", "-o", f"{told}.json"]
         command += ["--predictions", f"{told}.jsonl"]
-        print(f"{name}: {length:,} tokens, budget {budget:,}, pages of {page}", flush=True)
+        print(f"{name}: {length:,} tokens, budget {budget:,}, pages of {page}{differs}", flush=True)
         if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
             sys.exit(code)
         found, kept = json.loads(Path(f"{told}.json").read_text()), Path(f"{told}.jsonl").read_text().splitlines()
         for row in rows_of(found, map(json.loads, kept[1:]), files):
-            if page == plan.pages[0]:
-                rows.append(row | {"budget": budget})
-            elif row["method"] not in HELD:
-                rows.append(row | {"budget": budget, "method": f"{row['method']}, pages of {page}"})
+            if case.field is None or row["method"] not in HELD:
+                rows.append(row | {"budget": budget, "method": f"{row['method']}{case.label}"})
         save(output, {"plan": plan_told, "licence": MODELS[plan.model].licence, "rows": rows})
 
 

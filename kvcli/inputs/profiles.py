@@ -254,7 +254,7 @@ def _validate(
 ) -> tuple[MethodConfig, str | None]:
     """Make a method's settings; return them, and a notice if what it `scales` is `_smaller` than it was."""
     try:
-        return config(**settings), None
+        found = config(**settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if scales and not first["loc"] and (smaller := _smaller(config, settings, scales)) is not None:
@@ -263,6 +263,23 @@ def _validate(
         if first["loc"]:
             message = f"{first['loc'][0]} = {shown(first['input'])}: {message[0].lower()}{message[1:]}"
         raise usage_error(f"{source or method}: {message}", f"see kvcli methods {method}") from None
+    if scales and _crowded(found) and (smaller := _smaller(config, settings, scales)) is not None:
+        return smaller
+    return found, None
+
+
+def _crowded(settings: MethodConfig) -> bool:
+    """Tell whether sink and window take more than half of the budget, and more than their part of the method's own.
+
+    Else a budget that is little more than both would choose next to nothing, and a smaller one, which is scaled, more.
+    """
+    own = {key: field.default for key, field in type(settings).model_fields.items()}
+    budget, usual = getattr(settings, "budget", None), own.get("budget")
+    if not isinstance(budget, int) or isinstance(budget, Share) or not isinstance(usual, int):
+        return False
+    fixed: int = sum(getattr(settings, key, 0) for key in ("sink", "window"))
+    part: float = (own.get("sink", 0) + own.get("window", 0)) / usual
+    return fixed > budget * max(0.5, part)
 
 
 _FEW = 16  # tokens
@@ -300,7 +317,7 @@ def _smaller(
             if pages:
                 now, options = [*now, f"pages of {page} tokens"], [*options, "--page-size"]
             room, using, by = map(_listed, (was, now, options))
-            return found, f"budget {budget:,} has no room for {room}: using {using}; to set them, use {by}"
+            return found, f"budget {budget:,} is small for {room}: using {using}; to set them, use {by}"
     return None
 
 

@@ -178,11 +178,14 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path):
     [
         ("freekv", 512, 16, 128, 8),
         ("freekv", 1055, 16, 256, 16),
+        ("freekv", 1056, 16, 256, 16),  # the method's own sizes would leave one page
+        ("freekv", 2047, 16, 496, 16),
         ("freekv", 256, 16, 64, 8),
         ("freekv", 96, 16, 24, 8),
         ("freekv", 32, 0, 16, 8),
         ("freekv", 24, 0, 16, 8),
         ("tokenselect", 256, 16, 48, None),
+        ("tokenselect", 1279, 16, 243, None),
         ("infllm", 256, 32, 64, 32),
     ],
 )
@@ -190,7 +193,7 @@ def test_a_small_budget_scales_sink_window_and_pages_and_says_so(method, budget,
     found = resolve_profile(method, overrides={"budget": budget})
     assert (found.settings.sink, found.settings.window) == (sink, window)
     assert getattr(found.settings, "page_size", None) == page
-    assert f"budget {budget:,} has no room for sink" in found.notice
+    assert f"budget {budget:,} is small for sink" in found.notice
     now = f"using sink {sink:,} and window {window:,}; to set them, use --sink and --window"
     if method == "freekv":
         now = (
@@ -209,15 +212,22 @@ def test_a_size_that_is_given_stays_and_the_other_is_scaled():
     found = resolve_profile("freekv", overrides={"budget": 256, "window": 64})
     assert (found.settings.sink, found.settings.window, found.settings.page_size) == (16, 64, 8)
     assert found.notice == (
-        "budget 256 has no room for sink 512: using sink 16 and pages of 8 tokens; to set them, use --sink and "
-        "--page-size"
+        "budget 256 is small for sink 512: using sink 16 and pages of 8 tokens; to set them, use --sink and --page-size"
     )
     share = resolve_profile("freekv", overrides={"budget": "10%", "sink": 32}).for_prompt(4000)
     assert (share.settings.sink, share.settings.window) == (32, 96)
 
 
+@pytest.mark.parametrize(("method", "budget"), [("freekv", 2048), ("freekv", 4096), ("tokenselect", 1280)])
+def test_a_budget_that_both_leave_half_of_scales_nothing(method, budget):
+    found, own = resolve_profile(method, overrides={"budget": budget}), resolve_profile(method)
+    assert (found.settings.sink, found.settings.window) == (own.settings.sink, own.settings.window)
+    assert found.notice is None
+
+
 def test_sizes_that_are_given_are_not_scaled():
-    assert resolve_profile("freekv", overrides={"budget": 1056}).notice is None
+    given = resolve_profile("freekv", overrides={"budget": 1056, "sink": 512, "window": 512})
+    assert (given.settings.page_size, given.notice) == (32, None)
     refused(method="freekv", overrides={"budget": 512, "sink": 512})
     refused(method="freekv", overrides={"budget": 512, "window": 512})
     refused(method="freekv", overrides={"budget": 16})  # not even a page

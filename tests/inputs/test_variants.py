@@ -78,4 +78,4 @@ def test_a_share_that_scales_sink_and_window_is_said_too():
     assert not [*scaled(labelled, None)]
     assert not [*scaled(labelled, 40_000)]
     (line,) = scaled(labelled, 4000)
-    assert line.startswith("freekv 10%: budget 400 has no room for sink 512 and window 512")
+    assert line.startswith("freekv 10%: budget 400 is small for sink 512 and window 512")
