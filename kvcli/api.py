@@ -60,11 +60,10 @@ class Answer:
 
     @property
     def statistics(self) -> dict[str, Any]:
-        """Times in milliseconds, corrections, and the cache's requests and traffic, as in `to_dict`."""
+        """Times in milliseconds, corrections, the cache's requests and traffic, and drafts, as in `to_dict`."""
         sequence = self.to_dict()["sequences"][0]
-        return {
-            name: sequence[name] for name in ("timing", "correction", "cache", "method", "steps") if name in sequence
-        }
+        told = ("timing", "correction", "cache", "method", "steps", "drafts")
+        return {name: sequence[name] for name in told if name in sequence}
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `kvcli generate --json` prints."""

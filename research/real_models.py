@@ -128,7 +128,6 @@ PLANS = {
     "smollm2-main": Plan("smollm2", [4096], [512], fed=1024, stretches=5, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
     "smollm2-dense": Plan("smollm2", [4096], [512], 256, 2, DENSE, dense=(1, 2)),
-    "gemma3-dense": Plan("gemma3", [16384], [2048], 128, 1, DENSE, dense=(1, 2)),
     "gemma3-pages": Plan("gemma3", [16384], [2048], 128, 1, PAGED, (32, 16, 8)),
     "gemma3-far": Plan("gemma3", [31744], [2048], 500, 1, PAGED, (16, 8)),
     "gemma3-wide": Plan("gemma3", [8192], [512], fed=128, stretches=1),

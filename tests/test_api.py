@@ -50,6 +50,7 @@ def test_one_text_is_one_answer_as_the_command_line_has_it(path, model):
     assert list(body) == list(json.loads(expected.to_json()))
     assert body["profile"] == json.loads(expected.to_json())["profile"]
     assert answer.statistics["correction"] == body["sequences"][0]["correction"]
+    assert answer.statistics["drafts"] == body["sequences"][0]["drafts"]
     assert answer.statistics["cache"]["pages_requested"] > 0
 
 
