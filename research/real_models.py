@@ -101,8 +101,6 @@ class Answers(NamedTuple):
     tasks: Sequence[str]
     documents: int
     methods: str
-    changed: Sequence[tuple[str, str]] = ()
-    """Methods that are asked once more, with a setting changed."""
 
 
 ANSWERS = {
@@ -113,7 +111,6 @@ ANSWERS = {
         ("niah_single", "niah_multikey"),  # of RULER's, those that full attention answered in most of four
         documents=50,
         methods="streaming,snapkv,expected_attention,quest,freekv,shadowkv,fier,retroinfer",
-        changed=[("freekv", "dense_layers=2")],
     )
 }
 LEAST_FULL = 50
@@ -124,7 +121,7 @@ PLANS = {
     "smollm2-budgets": Plan("smollm2", [4096], [256, 1024], fed=128, stretches=1),
     "smollm2-small": Plan("smollm2", [4096], [128], fed=128, stretches=1),
     "smollm2-short": Plan("smollm2", [2048], [512], fed=128, stretches=1),
-    "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1),
+    "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1, methods=MAIN),
     "smollm2-main": Plan("smollm2", [4096], [512], fed=1024, stretches=5, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
     "smollm2-dense": Plan("smollm2", [4096], [512], 256, 2, DENSE, dense=(1, 2)),
@@ -267,29 +264,25 @@ def ask(name: str, output: Path) -> None:
     made = list(questions(plan, model))
     rows: list[dict[str, Any]] = []
     for known, prefix in (("seen", ""), ("unseen", "requests:")):
-        for methods, setting in (("full", ""), (plan.methods, ""), *plan.changed):
+        for methods in ("full", plan.methods):
             told_by_full = [row["task"] for row in rows if row["question"] == known and enough(row)]
             if not (tasks := plan.tasks if methods == "full" else told_by_full):
                 continue
-            beside = f", {setting}" if setting else ""
-            part = "-full" if methods == "full" else f"-{methods}-{setting}" if setting else ""
-            told = CACHE / f"{name}-{known}{part}"
+            told = CACHE / f"{name}-{known}{'-full' if methods == 'full' else ''}"
             asked = told.with_suffix(".asked.jsonl")
             asked.write_text("".join(json.dumps(row) + "\n" for row in made if row["task"] in tasks))
             command = ["eval", "-m", model, "--tasks", f"{prefix}{asked}", "--limit", plan.documents]
             command += ["--method", methods, "--json", "-o", f"{told}.json"]
             command += [] if methods == "full" else ["--budget", ",".join(plan.shares)]
-            command += ["--set", setting] if setting else []
             command += ["--predictions", f"{told}.predictions.jsonl"]
-            print(f"{name}: {methods}{beside}, the question {known}", flush=True)
+            print(f"{name}: {methods}, the question {known}", flush=True)
             if code := subprocess.run([sys.executable, "-m", "kvcli", *map(str, command)], check=False).returncode:
                 sys.exit(code)
             found = json.loads(told.with_suffix(".json").read_text())
             variants = {each["label"]: each for each in found["variants"]}
             for each in found["results"]:
                 variant = variants[each["variant"]]
-                method = f"{variant['name']}{beside}"
-                row = {"question": known, "task": each["task"], "method": method, "share": variant["budget"]}
+                row = {"question": known, "task": each["task"], "method": variant["name"], "share": variant["budget"]}
                 rows.append(row | {"score": each["score"], "attended": each["cost"]["attended"]})
             save(output, {"plan": plan._asdict(), "licence": MODELS[plan.model].licence, "rows": rows})
 
