@@ -22,7 +22,7 @@ from common import arguments, ratios, save  # isort: skip
 import kvcli
 
 TEXTS, LENGTHS = ("documentation", "licences", "code"), (4000, 7600)
-METHODS, DRAFTED, GENERATED = ("retroinfer", "freekv", "streaming"), (2, 4, 8), 96
+METHODS, DRAFTED, GENERATED = ("retroinfer", "freekv", "streaming"), (2, 8), 64
 
 
 def main() -> None:

@@ -71,6 +71,9 @@ class Hook:
     has those that read the KV of one of these layers. If layers lie on several devices, `transfer` moves their inputs.
     """
 
+    heard: Callable[[int, Tensor], None] | None = None
+    """Gets the input of every layer's attention before that layer attends, where a method looks ahead."""
+
     def __init__(self, model: PreTrainedModel, modules: Sequence[nn.Module], transfer: DeviceTransfer | None = None):
         self.model, self.modules, self.transfer = model, modules, transfer
         self.geometry, self.readers = geometry_of_model(model), reader_modules(model)

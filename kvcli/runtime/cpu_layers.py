@@ -167,7 +167,8 @@ class WholeLayer:
         self.head_norms = [norm_of(norm) if isinstance(norm, nn.Module) else None for norm in own_norms]
         passed = [*parts, *mlp, *projections, output, *own_norms]
         self.passed = [vars(module) for module in passed if isinstance(module, nn.Module)]
-        self.listeners = _listeners(self.passed)
+        heard = vars(self.attention)["_forward_pre_hooks"]
+        self.listeners = [each for each in _listeners(self.passed) if each is not heard]
         self.tried = False
         self.own: Attending | None = None
         self.all: AllLayers | None = None
@@ -210,7 +211,9 @@ class WholeLayer:
             rows, together = [angle.flatten(0, 1) for angle in angles], self.all
             products = None if together is None else together.ready(self, hidden_states, angles)
             if products is None:
-                (products,) = own.begin(x, *rows)
+                products, normed = own.begin(x, *rows)
+                if own.hook.heard is not None:
+                    own.hook.heard(own.layer, normed.view(hidden_states.shape))
             attended = own.hook.attend(own.layer, *own.taken_apart(products, batch, n), own.softmax)
             ends = x, attended.reshape(batch * n, -1)
             if together is None:
@@ -244,7 +247,11 @@ class WholeLayer:
             ended.append(attended)
             return made
 
-        with replaced(hook, "handler", attend), replaced(self.output, "forward", project):
+        with (
+            replaced(hook, "handler", attend),
+            replaced(hook, "heard", None),
+            replaced(self.output, "forward", project),
+        ):
             for shift in (0, 1 << 20):
                 moved = {name: _moved(value, shift) for name, value in given.items()}
                 moved["position_embeddings"] = tuple(angles)
@@ -255,9 +262,9 @@ class WholeLayer:
             return None
         for turned in (True, False):
             stages = self._stages(angles[0].shape[-1], turned)
-            begin = Chain(["x", "cos", "sin"], stages, ["products"])
+            begin = Chain(["x", "cos", "sin"], stages, ["products", "normed"])
             own = Attending(hook, layer, stages, begin, asked[0][3], self.sizes, size)
-            (products,) = own.begin(x.flatten(0, 1), *(angle.flatten(0, 1) for angle in angles))
+            products, _ = own.begin(x.flatten(0, 1), *(angle.flatten(0, 1) for angle in angles))
             mine = own.taken_apart(products, batch, n)
             if all(_close(a, b) for what in asked for a, b in zip(mine, what[:3], strict=True)):
                 self.own = own
@@ -276,8 +283,9 @@ class WholeLayer:
         return stages
 
     def watched(self) -> bool:
-        """Tell whether somebody listens to a module, or replaced what it does."""
-        return any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards
+        """Tell whether somebody listens to a module, or replaced what it does; who `heard` attention inputs is told."""
+        more = len(self.attention._forward_pre_hooks) > (self.attention.kvcli_hook.heard is not None)
+        return more or any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards
 
 
 class AllLayers:
@@ -345,6 +353,8 @@ class AllLayers:
         """Return the loop from the attention of the layer whose turn it is to that of the next, if there is one."""
         at = self.at
         if not self.seen or self.given[0] is None or at + 1 == len(self.layers):
+            return None
+        if cast(Attending, self.layers[at].own).hook.heard is not None:  # wants to know in between
             return None
         following = self.layers[at + 1]
         its = vars(following.layer)

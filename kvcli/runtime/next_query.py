@@ -129,18 +129,24 @@ def check_next_queries(hook: Hook, rope: Rope, method: AnyMethod) -> None:
 
 @contextmanager
 def _listening(hook: Hook, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Pass each layer's attention input [b, n, D] to `hear` before that layer attends, within this context."""
+    """Pass each layer's attention input [b, n, D] to `hear` before that layer attends, within this context.
+
+    What runs a layer without calling its attention module tells `hook.heard` itself.
+    """
 
     def before(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hear(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        if hook.heard is not None:
+            hook.heard(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
     handles = [
         module.register_forward_pre_hook(partial(before, layer), with_kwargs=True)
         for layer, module in enumerate(hook.modules)
     ]
+    hook.heard = hear
     try:
         yield
     finally:
+        hook.heard = None
         for handle in handles:
             handle.remove()
 
