@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.kernels._llvm import AHEAD, prefetch
 from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels.quant import TOKENS, BlockFormat, channel_sizes
 from kvcli.kernels.recall import HostLayout
@@ -33,13 +34,16 @@ from kvcli.memory.tiers import Footprint, Tiers, nbytes
 from kvcli.sizes import slices
 
 PIECE = 1 << 13  # numbers per thread at once, in whole rows
+SHORT = 1 << 10  # numbers of a block that a processor does not prefetch by itself before its end
 
 
 @compiled
-def _bring(blocks: Any, kv: Any, pages: Any, heads: Any, slots: Any, at_once: int) -> None:
+def _bring(blocks: Any, flat: Any, kv: Any, pages: Any, heads: Any, slots: Any, at_once: int, ahead: int) -> None:
     half = kv.shape[3]
     for piece in prange((len(pages) + at_once - 1) // at_once):
         for i in range(piece * at_once, min(piece * at_once + at_once, len(pages))):
+            if ahead and i + ahead < len(pages):
+                prefetch(flat, (pages[i + ahead] * blocks.shape[1] + heads[i + ahead]) * 2 * half, 2 * half)
             h, slot = heads[i], slots[i]
             source, key, value = blocks[pages[i], h], kv[0, h, slot], kv[1, h, slot]
             for c in range(half):  # two at once: a single copy would become a library call, slow for short rows
@@ -74,7 +78,9 @@ def bring_cpu(blocks: Tensor, pages: Tensor, heads: Tensor, kv: Tensor, slots: T
         return False
     width = blocks[0, 0].numel()
     at = pages.contiguous(), heads.contiguous(), slots.contiguous()
-    run(_bring, len(pages) * width, blocks.flatten(2), kv.flatten(3), *at, max(1, PIECE // width))
+    ahead = AHEAD if width <= SHORT else 0
+    held = blocks.flatten(2), blocks.flatten(), kv.flatten(3)
+    run(_bring, len(pages) * width, *held, *at, max(1, PIECE // width), ahead)
     return True
 
 
