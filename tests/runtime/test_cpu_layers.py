@@ -17,6 +17,7 @@ from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.cpu_layers import cpu_layers
 from kvcli.runtime.decode import BlockingPipeline
 from kvcli.runtime.linear import cpu_linears
+from kvcli.runtime.next_query import predicting
 from kvcli.telemetry.timeline import Timeline
 
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
@@ -119,6 +120,29 @@ def test_who_listens_to_a_module_hears_it(monkeypatch):
         listening.remove()
         assert torch.equal(run(hook), expected)
     assert heard == [1]
+
+
+def told_ahead(hook):
+    """Queries of layers 1 and 2, told a layer ahead in the second of two steps, and its logits."""
+    told = []
+    with predicting(hook, {1, 2}, lambda layer, q, _: told.append(q.clone())):
+        run(hook, TOKENS[:1, :1])
+        told.clear()
+        found = run(hook, TOKENS[:1, :1])
+    return torch.stack(told), found
+
+
+def test_a_layer_ahead_is_told_from_within_the_loops(monkeypatch):
+    model, made, launched, loop = tiny_model("llama", layers=3), whole_layers(monkeypatch), [], chain._run
+    with attached(model) as hook:
+        expected = told_ahead(hook)
+        with cpu_layers(model), monkeypatch.context() as patch:
+            patch.setattr(chain, "_run", lambda *arguments: launched.append(loop) or loop(*arguments))
+            found = told_ahead(hook)
+    assert all(layer.own is not None for layer in made)
+    assert len(launched) >= 2 * len(made)  # to attention and from it
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["position", "gate", "input"])
