@@ -42,6 +42,7 @@ RESULTS = Path(__file__).parent / "results"
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli" / "real_models"
 MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
+PAPERS = "full,streaming,oracle,actqkv,refreekv,yakv,vattention"
 PAGED = "full,oracle,streaming,fier,shadowkv,retroinfer,freekv"
 DENSE = "full,streaming,oracle,quest,arkvale,freekv,fier,tokenselect,retroinfer,infinigen"
 HELD = ("full", "streaming")
@@ -121,7 +122,7 @@ PLANS = {
     "smollm2-budgets": Plan("smollm2", [4096], [256, 1024], fed=128, stretches=1),
     "smollm2-small": Plan("smollm2", [4096], [128], fed=128, stretches=1),
     "smollm2-short": Plan("smollm2", [2048], [512], fed=128, stretches=1),
-    "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1, methods=MAIN),
+    "smollm2-long": Plan("smollm2", [7936], [512], fed=128, stretches=1),
     "smollm2-main": Plan("smollm2", [4096], [512], fed=1024, stretches=5, methods=MAIN),
     "smollm2-pages": Plan("smollm2", [4096], [512], 256, 3, "streaming,quest,arkvale,freekv", (16, 8, 4)),
     "smollm2-dense": Plan("smollm2", [4096], [512], 256, 2, DENSE, dense=(1, 2)),
@@ -129,6 +130,7 @@ PLANS = {
     "gemma3-far": Plan("gemma3", [31744], [2048], 500, 1, PAGED, (16, 8)),
     "gemma3-wide": Plan("gemma3", [8192], [512], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
+    "gemma3-papers": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=PAPERS),
 }
 
 

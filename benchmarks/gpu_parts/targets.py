@@ -255,7 +255,14 @@ def judged(results: Results, judge: bool = True) -> list[Row]:
     return [target.judged(results, judge) for target in TARGETS]
 
 
-COMPARED = {"kernels": "agrees", "agreement": "agrees", "texts": "agrees", "rates": "arrives", "products": "agrees"}
+COMPARED = {
+    "kernels": "agrees",
+    "agreement": "agrees",
+    "texts": "agrees",
+    "rates": "arrives",
+    "products": "agrees",
+    "packed": "agrees",
+}
 """Parts that compare with a reference, and where their rows say whether the two agree."""
 
 

@@ -301,7 +301,7 @@ def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages)
         str(BENCHMARKS / "gpu.py"),
         "--smoke",
         "--parts",
-        "machine,rates,products,kernels,speed",
+        "machine,rates,products,packed,kernels,speed",
         "-o",
         str(output),
     ]
@@ -310,13 +310,13 @@ def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages)
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     parts = json.loads(output.read_text())["parts"]
-    assert all(parts[name]["state"] == "done" for name in ("machine", "rates", "products", "kernels"))
-    assert all(row["agrees"] for row in parts["products"]["rows"])
+    assert all(parts[name]["state"] == "done" for name in ("machine", "rates", "products", "packed", "kernels"))
+    assert all(row["agrees"] for name in ("products", "packed") for row in parts[name]["rows"])
     speed = parts["speed"]
     assert (speed["state"], speed["rows"]) == ("not run", [])
     assert speed["error"] in {f"the package {each} is not here" for each in packages}
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.count("only machine, kernels, rates and products can run") == 1
+    assert ended.stderr.count("only machine, kernels, rates, products and packed can run") == 1
 
 
 def test_a_package_that_another_one_lacks_is_named():
@@ -402,6 +402,16 @@ def test_products_are_compared_in_turn_and_with_their_reference(product, monkeyp
     assert all(row["one_kernel_of_library"]["median"] > 0 for row in rows)
     monkeypatch.setattr(products, "skinny_linear", lambda x, weight, **given: 1 + skinny_linear(x, weight, **given))
     (row,) = next(products.compared(product, [2], smoke()))
+    assert not row["agrees"]
+
+
+def test_packed_weights_are_compared_with_unpacked_ones(monkeypatch):
+    packing = products.PACKINGS["Q4_K"]
+    rows = list(chain(*products.against_unpacked(packing, [1, 9], smoke())))
+    assert [(row["case"], row["agrees"]) for row in rows] == [("Q4_K, 1 rows", True), ("Q4_K, 9 rows", True)]
+    assert all(row["packed_of_library"]["median"] > 0 for row in rows)
+    monkeypatch.setattr(products, "packed_linear", lambda x, weight: 1 + products.packed_linear_ref(x, weight))
+    (row,) = next(products.against_unpacked(packing, [2], smoke()))
     assert not row["agrees"]
 
 
