@@ -6,7 +6,7 @@
 set -euo pipefail
 bundle=$1
 root=$(cd "$(dirname "$0")/.." && pwd)
-mkdir -p "$bundle"
+mkdir -p "$bundle" && bundle=$(cd "$bundle" && pwd)
 elsewhere=(--only-binary=:all: --python-version 3.12 --implementation cp)
 for glibc in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux1; do elsewhere+=(--platform "${glibc}_x86_64"); done
 pip download --quiet "${elsewhere[@]}" -d "$bundle" pydantic
