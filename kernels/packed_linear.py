@@ -21,16 +21,20 @@ from typing_extensions import override
 
 from kvcli.kernels._llvm import LINE, NUMBERS, FlatArrays, all_of, at_address, lanes, permutes
 from kvcli.kernels._numba import compiled, intrinsic, prange, run, serves
-from kvcli.kernels._triton import interpreted, jit, launch, power_of_two, takes, tl
+from kvcli.kernels._triton import jit, launch, power_of_two, takes, tl
 from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_rows
 
 
 class Packing(NamedTuple):
-    """A block format: its name in GGUF files, and the numbers and bytes of a block."""
+    """A block format: its name in GGUF files, and the numbers and bytes of a block.
+
+    Files have one block of a row after the other. On a GPU a row has its blocks' bytes `by_field`.
+    """
 
     name: str
     size: int
     nbytes: int
+    by_field: bool = False
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row; raise ValueError if it is not a whole number of blocks."""
@@ -60,11 +64,14 @@ PACKINGS = {
 MOST_ROWS = 8
 """Rows of x multiplied at once; for more than twice as many, unpacked tiles are faster."""
 
-TILE = 1 << 20  # numbers unpacked at once
+TILE = 1 << 20  # numbers unpacked at once on a CPU
 LANES = 16  # numbers per AVX-512 register
 _LOT = 32  # numbers that loops handle at once in formats without blocks
 _AHEAD = 4096  # bytes of prefetch distance
 _ROWS = 32  # rows of a weight per thread at once
+
+
+_HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class PackedWeight(Tensor):
@@ -89,8 +96,7 @@ class PackedWeight(Tensor):
     @classmethod
     def of(cls, weight: Tensor, packing: Packing, dtype: torch.dtype) -> PackedWeight:
         """Round a weight to 16-bit numbers and wrap it; a tensor of these is not copied."""
-        half = torch.bfloat16 if packing.name == "BF16" else torch.float16
-        return cls(weight.detach().to(half).contiguous().view(torch.uint8), packing, dtype)
+        return cls(weight.detach().to(_HALVES[packing.name]).contiguous().view(torch.uint8), packing, dtype)
 
     @override
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -112,7 +118,18 @@ class PackedWeight(Tensor):
 
     def unpack(self) -> Tensor:
         """Return the plain weight in its dtype."""
-        return unpack_rows(self.packed, self.packing).to(self.dtype)
+        return _unpacked(self.packed, self.packing, self.dtype)
+
+    def laid_out(self, by_field: bool) -> PackedWeight:
+        """Return the weight with the bytes of rows by field, as kernels read them best, or by block as in files."""
+        packing = self.packing._replace(by_field=by_field and self.packing.name in _DEALT)
+        if packing == self.packing:
+            return self
+        return PackedWeight(_rearranged(self.packed, self.packing), packing, self.dtype)
+
+    def as_stored(self) -> Tensor | None:
+        """View the weight in the type it is stored in; None where its numbers are in blocks."""
+        return None if self.packing.size > 1 else self.packed.view(_HALVES[self.packing.name])
 
     @override
     @classmethod
@@ -136,7 +153,8 @@ class PackedWeight(Tensor):
             return PackedWeight(packed, args[0].packing, args[0].dtype)
         if function is torch.ops.aten._to_copy.default:
             dtype, device = kwargs.get("dtype") or args[0].dtype, kwargs.get("device") or args[0].device
-            return PackedWeight(args[0].packed.to(device), args[0].packing, dtype)
+            moved = PackedWeight(args[0].packed.to(device), args[0].packing, dtype)
+            return moved.laid_out(by_field=moved.is_cuda)
         plain: Any = torch.utils._pytree.tree_map_only
         args, kwargs = plain(PackedWeight, PackedWeight.unpack, (args, kwargs))
         return function(*args, **kwargs)
@@ -150,7 +168,7 @@ def _is_place(index: Any) -> bool:
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
     """Unpack the rows of `ids` [..]; return [.., in]."""
     rows = weight.packed.index_select(0, ids.reshape(-1))
-    return unpack_rows(rows, weight.packing).to(weight.dtype).view(*ids.shape, -1)
+    return _unpacked(rows, weight.packing, weight.dtype).view(*ids.shape, -1)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -158,8 +176,10 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     rows = x.reshape(-1, x.shape[-1])
     if x.requires_grad and torch.is_grad_enabled():  # nothing below supports gradients
         out = rows @ weight.unpack().to(x.dtype).T
-    elif len(rows) and takes(weight.packed) and takes(x) and _whole(weight.packed, weight.shape[1]):
-        out = _multiply_on_device(rows, weight)
+    elif (plain := weight.as_stored()) is not None and plain.dtype == x.dtype:
+        out = functional.linear(rows, plain)
+    elif 0 < len(rows) <= 2 * MOST_ROWS and takes(x) and _takes(weight.packed, weight.packing):
+        out = torch.cat([_multiply_on_device(part, weight) for part in torch.split(rows, MOST_ROWS)])
     elif 0 < len(rows) <= 2 * MOST_ROWS and suits_loops(weight):
         out = torch.cat([products_with([weight])(part.float()) for part in torch.split(rows, MOST_ROWS)])
     else:
@@ -178,12 +198,12 @@ def packed_linear_ref(x: Tensor, weight: PackedWeight, bias: Tensor | None = Non
 
 def _by_tiles(x: Tensor, weight: PackedWeight) -> Tensor:
     """Multiply x [m, in] by tiles of the weight that are unpacked one after another; return [m, out]."""
-    columns = x.shape[1]
-    step = max(_ROWS, TILE // columns)
+    columns, on_device = x.shape[1], _takes(weight.packed, weight.packing)
+    step = max(_ROWS, (_DEVICE_TILE if on_device else TILE) // columns)
     if len(weight) <= step:
-        return x @ unpack_rows(weight.packed, weight.packing).to(x.dtype).T
+        return x @ _unpacked(weight.packed, weight.packing, x.dtype).T
     out = x.new_empty(len(x), len(weight))
-    scratch = torch.empty(step, columns, device=x.device)
+    scratch = torch.empty(step, columns, device=x.device, dtype=x.dtype if on_device else torch.float32)
     for first in range(0, len(weight), step):
         rows = weight.packed[first : first + step]
         tile = unpack_rows(rows, weight.packing, scratch[: len(rows)])
@@ -191,17 +211,31 @@ def _by_tiles(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
+def _unpacked(packed: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """Unpack rows and round them to `dtype`, which kernels do at once."""
+    out = None
+    if _takes(packed, packing):
+        out = torch.empty(
+            len(packed), packed.shape[1] // packing.nbytes * packing.size, device=packed.device, dtype=dtype
+        )
+    return unpack_rows(packed, packing, out).to(dtype)
+
+
 def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> Tensor:
-    """Unpack rows [n, nbytes of a row] to fp32 [n, in], exactly the reference's numbers, into `out` if given."""
+    """Unpack rows [n, nbytes of a row] to [n, in], into `out` if given, otherwise to fp32.
+
+    In fp32 they are exactly the reference's numbers. On a CPU `out` is fp32.
+    """
     rows, columns = len(packed), packed.shape[1] // packing.nbytes * packing.size
     if out is None:
         out = torch.empty(rows, columns, device=packed.device)
-    if rows and takes(packed) and _whole(packed, columns):
-        grid = -(-rows // _UNPACKED[0]), -(-columns // _UNPACKED[1])
-        block = _blocks(packing, *_UNPACKED)
-        launch(_unpack_kernel, grid, packed, out, rows, columns, packed.shape[1], **block)
+    if rows and _takes(packed, packing):
+        block, row_bytes = _constants(packing, columns), packed.shape[1]
+        grid = -(-rows // _UNPACKED), -(-columns // (block["SIZE"] // block["LANES"] * block["THREADS"]))
+        sizes = rows, columns, row_bytes, row_bytes // packing.nbytes
+        launch(_unpack_kernel, grid, packed, out, *sizes, ROWS=_UNPACKED, **block)
         return out
-    if _whole(packed, columns) and serves(packed, dtype=torch.uint8):
+    if not packing.by_field and _whole(packed, columns) and serves(packed, dtype=torch.uint8):
         lots = columns // max(packing.size, _LOT)
         run(_unpacking(list(PACKINGS).index(packing.name)), out.numel(), packed.view(-1), rows, lots, out.view(-1))
         return out
@@ -209,12 +243,14 @@ def unpack_rows(packed: Tensor, packing: Packing, out: Tensor | None = None) -> 
 
 
 def _whole(packed: Tensor, columns: int) -> bool:
-    """Return whether loops and kernels can take these rows: contiguous, and whole lots."""
+    """Return whether loops can take these rows: contiguous, and whole lots."""
     return columns % _LOT == 0 and packed.is_contiguous()
 
 
 def unpack_ref(packed: Tensor, packing: Packing) -> Tensor:
     """Reference of unpacking in torch: rows [.., nbytes] to fp32 [.., in]."""
+    if packing.by_field:
+        packed = _rearranged(packed, packing)
     blocks = packed.reshape(-1, packing.nbytes)
     return _REFERENCES[packing.name](blocks).reshape(*packed.shape[:-1], -1)
 
@@ -289,105 +325,319 @@ _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# GPU kernels. Groups of numbers share scale and offset, which are loaded once per group.
+# GPU kernels. On a device a row has one field of its blocks after the other, for instance all levels before all scales,
+# so that threads side by side read bytes side by side. A thread has a share of a block: a few words of levels, and the
+# scales that go with them. Tensors are [threads, rows, rows of x]; what multiplies and what unpacks differ only in what
+# they do with a number.
 
-_UNPACKED = (8, 256)  # rows and columns unpacked per program
-_SKINNY = (16, 256)  # rows of a weight per program, columns at a time
-_WIDE = (64, 64, 64)  # rows of x and of a weight, columns at a time
+_THREADS = 128  # which have a row at once
+_SKINNY = 4  # rows of a weight per program, each thread having its share of all of them
+_UNPACKED = 4  # the same while unpacking
+
+_DEVICE_TILE = 1 << 24
+"""Numbers that a device unpacks at once: 16-bit ones stay in its cache until they are multiplied."""
 
 
-def _blocks(packing: Packing, rows: int, columns: int) -> dict[str, Any]:
-    """Return the compile-time constants of a packing, for rows and columns unpacked at once."""
-    in_group = 16 if packing.name == "Q6_K" else 32  # share a scale
-    form = {"FORM": packing.name, "SIZE": packing.size, "BYTES": packing.nbytes}
-    return form | {"ROWS": rows, "LANES": in_group, "GROUPS": columns // in_group}
+class _Dealt(NamedTuple):
+    """How kernels see a format.
+
+    `fields` are ranges of a block's bytes, in the order in which a row on a device has them. `size` numbers are one
+    unit, of which each of `lanes` threads has a share with `scales` scales.
+    """
+
+    fields: Sequence[tuple[int, int]]
+    size: int = 32
+    lanes: int = 1
+    scales: int = 1
+
+
+_DEALT = {
+    "Q4_0": _Dealt([(2, 18), (0, 2)]),
+    "Q4_1": _Dealt([(4, 20), (0, 4)]),
+    "Q5_0": _Dealt([(6, 22), (2, 6), (0, 2)]),
+    "Q5_1": _Dealt([(8, 24), (4, 8), (0, 4)]),
+    "Q8_0": _Dealt([(2, 34), (0, 2)], lanes=2),
+    "Q4_K": _Dealt([(16, 144), (0, 16)], 64, 2, 2),
+    "Q5_K": _Dealt([(48, 176), (16, 48), (0, 16)], 64, 2, 2),
+    "Q6_K": _Dealt([(0, 128), (128, 192), (192, 208), (208, 210)], 128, 2, 4),
+    "MXFP4": _Dealt([(1, 17), (0, 1)]),
+}
+_WITH_OFFSET = "Q4_1", "Q5_1", "Q4_K", "Q5_K"
+
+
+def _constants(packing: Packing, columns: int) -> dict[str, Any]:
+    """Return the compile-time constants of kernels for rows of so many columns, and how many warps they take."""
+    dealt, row_bytes = _DEALT[packing.name], packing.row_bytes(columns)
+    sides = (row_bytes,) if packing.by_field else (row_bytes, packing.nbytes, dealt.fields[0][0])
+    word = next(word for word in (4, 2, 1) if all(side % word == 0 for side in sides))
+    threads = max(32, min(_THREADS, power_of_two(columns // dealt.size * dealt.lanes)))
+    form = {"FORM": packing.name, "BY_FIELD": packing.by_field, "OFFSET": packing.name in _WITH_OFFSET, "WORD": word}
+    form |= {"SIZE": dealt.size, "THREADS": threads, "LANES": dealt.lanes, "SCALES": dealt.scales}
+    return form | {"EACH": dealt.size // dealt.lanes // dealt.scales, "warps": threads // 32}
+
+
+def _rearranged(packed: Tensor, packing: Packing) -> Tensor:
+    """Bring the fields of rows [.., nbytes of a row] into the order of the other layout."""
+    fields = _DEALT[packing.name].fields
+    if not packing.by_field:
+        blocks = packed.unflatten(-1, (-1, packing.nbytes))
+        return torch.cat([blocks[..., start:stop].flatten(-2) for start, stop in fields], -1)
+    count = packed.shape[-1] // packing.nbytes
+    parts = packed.split([count * (stop - start) for start, stop in fields], -1)
+    found = {start: part.unflatten(-1, (count, -1)) for (start, _), part in zip(fields, parts, strict=True)}
+    return torch.cat([found[start] for start in sorted(found)], -1).flatten(-2)
 
 
 @jit
-def _half_at(place: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load a half-precision number, possibly at an odd address."""
-    low = tl.load(place, mask=mask, other=0).to(tl.uint16)
-    high = tl.load(place + 1, mask=mask, other=0).to(tl.uint16)
-    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+def _shares(first: tl.tensor, THREADS: tl.constexpr) -> tl.tensor:
+    """Number the shares that the threads have [threads, 1, 1].
+
+    Neighbours have shares that are none: otherwise Triton would let a thread load the scales of several, and exchange
+    them.
+    """
+    thread = tl.arange(0, THREADS)[:, None, None]
+    return first + thread % 2 * (THREADS // 2) + thread // 2
 
 
 @jit
-def _scale_of_k(block: tl.tensor, part: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Load the scale and the least value of a part of a block of Q4_K or Q5_K, six bits each."""
-    early = part < 4
-    a = tl.load(block + 4 + part % 4, mask=mask, other=0).to(tl.int32)
-    b = tl.load(block + 8 + part % 4, mask=mask, other=0).to(tl.int32)
-    c = tl.load(block + 12 + part % 4, mask=mask, other=0).to(tl.int32)
-    scale = tl.where(early, a & 63, (c & 15) | ((a >> 2) & 48))
-    least = tl.where(early, b & 63, (c >> 4) | ((b >> 2) & 48))
-    return _half_at(block, mask) * scale.to(tl.float32), -(_half_at(block + 2, mask) * least.to(tl.float32))
-
-
-@jit
-def _unpacked(
+def _at(
     row: tl.tensor,
-    group: tl.tensor,
-    mask: tl.tensor,
-    FORM: tl.constexpr,
-    SIZE: tl.constexpr,
-    BYTES: tl.constexpr,
-    LANES: tl.constexpr,
+    block: tl.tensor,
+    blocks: tl.tensor,
+    START: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NBYTES: tl.constexpr,
+    UNIT: tl.constexpr,
+    BY_FIELD: tl.constexpr,
 ) -> tl.tensor:
-    """Unpack groups of numbers, numbered by `group` [1, g, 1], of rows that start at `row` [n, 1, 1]: [n, g, lanes]."""
-    lane = tl.arange(0, LANES)[None, None, :]
-    if FORM == "F16":
-        return _half_at(row + (group * LANES + lane) * 2, mask & (lane >= 0))
-    if FORM == "BF16":
-        place, inside = row + (group * LANES + lane) * 2, mask & (lane >= 0)
-        low = tl.load(place, mask=inside, other=0).to(tl.uint32)
-        high = tl.load(place + 1, mask=inside, other=0).to(tl.uint32)
-        return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
-    block = row + (group * LANES // SIZE) * BYTES
-    part = group * LANES % SIZE // LANES
-    inside = mask & (lane >= 0)
-    half = lane % 16
-    upper = (lane // 16) * 4
+    """Return where a field of a block lies, in units of so many bytes.
+
+    It begins START bytes within a block of NBYTES; by fields, those before it have FIRST bytes of each block.
+    """
+    if BY_FIELD:
+        return row + blocks * (FIRST // UNIT) + block * (WIDTH // UNIT)
+    return row + block * (NBYTES // UNIT) + START // UNIT
+
+
+@jit
+def _word(place: tl.tensor, mask: tl.tensor, WORD: tl.constexpr) -> tl.tensor:
+    """Load 32 bits from words of so many bytes, without a sign."""
+    if WORD == 4:
+        return tl.load(place, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    if WORD == 2:
+        return _bits(place, mask) | (_bits(place + 1, mask) << 16)
+    a, b = tl.load(place, mask=mask, other=0).to(tl.uint32), tl.load(place + 1, mask=mask, other=0).to(tl.uint32)
+    c, d = tl.load(place + 2, mask=mask, other=0).to(tl.uint32), tl.load(place + 3, mask=mask, other=0).to(tl.uint32)
+    return a | (b << 8) | (c << 16) | (d << 24)
+
+
+@jit
+def _bits(place: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Load 16 bits without a sign."""
+    return tl.load(place, mask=mask, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@jit
+def _as_half(bits: tl.tensor) -> tl.tensor:
+    """Return the half-precision number that 16 bits are."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _four_words(
+    place: tl.tensor, mask: tl.tensor, WORD: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Load four neighbours, at once if possible."""
+    if WORD == 4:
+        four = tl.load(place[:, :, :, None] + tl.arange(0, 4), mask=mask[:, :, :, None], other=0)
+        return _in_four(four.to(tl.uint32, bitcast=True))
+    step: tl.constexpr = 4 // WORD
+    a, b = _word(place, mask, WORD), _word(place + step, mask, WORD)
+    return a, b, _word(place + 2 * step, mask, WORD), _word(place + 3 * step, mask, WORD)
+
+
+@jit
+def _in_four(x: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Take x [a, b, c, 4] apart."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@jit
+def _words(
+    packed: tl.tensor,
+    row: tl.tensor,
+    row_bytes: tl.tensor,
+    blocks: tl.tensor,
+    share: tl.tensor,
+    mask: tl.tensor,
+    S: tl.constexpr,
+    FORM: tl.constexpr,
+    BY_FIELD: tl.constexpr,
+    WORD: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return four words of 32 bits with the levels of a share that have scale S, and up to four with further bits."""
+    if WORD == 4:
+        begin = packed.to(tl.pointer_type(tl.int32), bitcast=True) + row * (row_bytes // 4)
+    elif WORD == 2:
+        begin = packed.to(tl.pointer_type(tl.int16), bitcast=True) + row * (row_bytes // 2)
+    else:
+        begin = packed + row * row_bytes
+    step: tl.constexpr = 4 // WORD  # of the pointer, for a word of 32 bits
+    lane, unit = share % 2, share // 2  # but for formats with one lane
+    if FORM == "Q4_K" or FORM == "Q5_K":
+        fifth: tl.constexpr = 32 if FORM == "Q5_K" else 0  # bytes of a block
+        levels = _at(begin, unit // 4, blocks, 16 + fifth, 0, 128, 144 + fifth, WORD, BY_FIELD)
+        a, b, c, d = _four_words(levels + (unit % 4 * 8 + lane * 4) * step, mask, WORD)
+        if FORM == "Q4_K":
+            return a, b, c, d, a, b, c, d
+        upper = _at(begin, unit // 4, blocks, 16, 128, 32, 176, WORD, BY_FIELD) + lane * 4 * step
+        e, f, g, h = _four_words(upper, mask, WORD)
+        shift = unit % 4 * 2
+        return a, b, c, d, e >> shift, f >> shift, g >> shift, h >> shift
+    if FORM == "Q6_K":
+        levels = _at(begin, unit // 2, blocks, 0, 0, 128, 210, WORD, BY_FIELD)
+        a, b, c, d = _four_words(levels + (unit % 2 * 16 + S % 2 * 8 + lane * 4) * step, mask, WORD)
+        upper = _at(begin, unit // 2, blocks, 128, 128, 64, 210, WORD, BY_FIELD)
+        e, f, g, h = _four_words(upper + (unit % 2 * 8 + lane * 4) * step, mask, WORD)
+        return a, b, c, d, e, f, g, h
     if FORM == "Q8_0":
-        level = tl.load(block + 2 + lane, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-        return _half_at(block, mask) * level
-    if FORM == "Q4_0":
-        level = (tl.load(block + 2 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-        return _half_at(block, mask) * (level - 8).to(tl.float32)
-    if FORM == "Q4_1":
-        level = (tl.load(block + 4 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-        return _half_at(block, mask) * level.to(tl.float32) + _half_at(block + 2, mask)
+        levels = _at(begin, unit, blocks, 2, 0, 32, 34, WORD, BY_FIELD) + lane * 4 * step
+    elif FORM == "Q4_0":
+        levels = _at(begin, share, blocks, 2, 0, 16, 18, WORD, BY_FIELD)
+    elif FORM == "Q4_1":
+        levels = _at(begin, share, blocks, 4, 0, 16, 20, WORD, BY_FIELD)
+    elif FORM == "MXFP4":
+        levels = _at(begin, share, blocks, 1, 0, 16, 17, WORD, BY_FIELD)
+    elif FORM == "Q5_0":
+        levels = _at(begin, share, blocks, 6, 0, 16, 22, WORD, BY_FIELD)
+    else:  # Q5_1
+        levels = _at(begin, share, blocks, 8, 0, 16, 24, WORD, BY_FIELD)
+    a, b, c, d = _four_words(levels, mask, WORD)
+    e = a
     if FORM == "Q5_0":
-        level = (tl.load(block + 6 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-        fifth = tl.load(block + 2 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
-        return _half_at(block, mask) * ((level | ((fifth & 1) << 4)) - 16).to(tl.float32)
+        e = _word(_at(begin, share, blocks, 2, 16, 4, 22, WORD, BY_FIELD), mask, WORD)
     if FORM == "Q5_1":
-        level = (tl.load(block + 8 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-        fifth = tl.load(block + 4 + lane // 8, mask=inside, other=0).to(tl.int32) >> (lane % 8)
-        scaled = _half_at(block, mask) * (level | ((fifth & 1) << 4)).to(tl.float32)
-        return scaled + _half_at(block + 2, mask)
-    if FORM == "Q4_K":
-        scale, least = _scale_of_k(block, part, mask)
-        level = tl.load(block + 16 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
-        return scale * ((level >> (part % 2 * 4)) & 15).to(tl.float32) + least
-    if FORM == "Q5_K":
-        scale, least = _scale_of_k(block, part, mask)
-        level = tl.load(block + 48 + part // 2 * 32 + lane, mask=inside, other=0).to(tl.int32)
-        fifth = tl.load(block + 16 + lane, mask=inside, other=0).to(tl.int32) >> part
-        return scale * (((level >> (part % 2 * 4)) & 15) | ((fifth & 1) << 4)).to(tl.float32) + least
-    if FORM == "Q6_K":  # groups of sixteen; eight of them share a half of the block
-        of_half = part % 8 * 16 + lane  # numbered within the half
-        low = tl.load(block + part // 8 * 64 + of_half % 64, mask=inside, other=0).to(tl.int32)
-        high = tl.load(block + 128 + part // 8 * 32 + of_half % 32, mask=inside, other=0).to(tl.int32)
-        level = ((low >> (of_half // 64 * 4)) & 15) | (((high >> (of_half // 32 * 2)) & 3) << 4)
-        scale = tl.load(block + 192 + part, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-        return (_half_at(block + 208, mask) * scale) * (level - 32).to(tl.float32)
-    # MXFP4
-    exponent = tl.load(block, mask=mask, other=0).to(tl.int32)
-    bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
-    code = (tl.load(block + 1 + half, mask=inside, other=0).to(tl.int32) >> upper) & 15
-    power = (code >> 1) & 3
-    level = tl.where(power == 0, code & 1, ((code & 1) | 2) << ((power - 1) & 3))
-    return bits.to(tl.float32, bitcast=True) * tl.where(code > 7, -level, level).to(tl.float32)
+        e = _word(_at(begin, share, blocks, 4, 16, 4, 24, WORD, BY_FIELD), mask, WORD)
+    return a, b, c, d, e, e, e, e
+
+
+@jit
+def _level(
+    word: tl.tensor, upper: tl.tensor, by: tl.tensor, S: tl.constexpr, J: tl.constexpr, FORM: tl.constexpr
+) -> tl.tensor:
+    """Multiply number J of those of a share that have scale S, before it is scaled, by `by`.
+
+    Its level is in byte J % 4 of a word; `upper` has its further bits.
+    """
+    nibble: tl.constexpr = S if FORM == "Q4_K" or FORM == "Q5_K" else (S // 2 if FORM == "Q6_K" else J // 16)
+    if FORM == "MXFP4":
+        level = (word >> (J % 4 * 8 + nibble * 4)) & 15
+        bits = ((level & 7) << 22) | ((level & 8) << 28)  # of a number 2^127 times too small
+        return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * by
+    out: tl.constexpr = J % 4 // 2 * 16  # bits that are shifted out, so that none is too high for `_number`
+    place: tl.constexpr = J % 2 * 8 + (0 if FORM == "Q8_0" else nibble * 4)
+    if FORM == "Q8_0":
+        return _number((word ^ 0x80808080) >> out, by, 8, place, 128)
+    word = word >> out
+    if FORM == "Q4_0" or FORM == "Q4_1" or FORM == "Q4_K":
+        return _number(word, by, 4, place, 8 if FORM == "Q4_0" else 0)
+    if FORM == "Q6_K":
+        high = (upper >> out) << (4 - S % 2 * 2)
+        return _number((word & (15 << place)) | (high & (48 << place)), by, 6, place, 32)
+    high = ((upper >> out) << (4 + 3 * S)) if FORM == "Q5_K" else ((upper >> J) << (4 + place))
+    return _number((word & (15 << place)) | (high & (16 << place)), by, 5, place, 16 if FORM == "Q5_0" else 0)
+
+
+@jit
+def _number(word: tl.tensor, by: tl.tensor, BITS: tl.constexpr, PLACE: tl.constexpr, ZERO: tl.constexpr) -> tl.tensor:
+    """Return (level - ZERO) * by, for a level of some bits of a word from bit `PLACE` on.
+
+    They stay at their place: as the last bits of a number they make it 2^23 + level * 2^PLACE. Conversions would take
+    twice as long.
+    """
+    unit: tl.constexpr = 1 << PLACE
+    bits = (word & (((1 << BITS) - 1) * unit)) | 0x4B000000
+    return (bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO * unit)) * (by * (1.0 / unit))
+
+
+@jit
+def _four_levels(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    e: tl.tensor,
+    f: tl.tensor,
+    g: tl.tensor,
+    h: tl.tensor,
+    FOUR: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Choose the words of four numbers of a share."""
+    if FOUR % 4 == 0:
+        return a, e
+    if FOUR % 4 == 1:
+        return b, f
+    if FOUR % 4 == 2:
+        return c, g
+    return d, h
+
+
+@jit
+def _scale(
+    packed: tl.tensor,
+    row: tl.tensor,
+    row_bytes: tl.tensor,
+    blocks: tl.tensor,
+    share: tl.tensor,
+    mask: tl.tensor,
+    S: tl.constexpr,
+    FORM: tl.constexpr,
+    BY_FIELD: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return scale S of a share, and what is added to its scaled numbers."""
+    lane, unit = share % 2, share // 2  # but for formats with one lane
+    if FORM == "MXFP4":
+        place = _at(packed + row * row_bytes, share, blocks, 0, 16, 1, 17, 1, BY_FIELD)
+        exponent = tl.load(place, mask=mask, other=0).to(tl.int32)
+        bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+        return scale, scale
+    if FORM == "Q4_K" or FORM == "Q5_K":
+        words = packed.to(tl.pointer_type(tl.int32), bitcast=True) + row * (row_bytes // 4)
+        before: tl.constexpr = 128 if FORM == "Q4_K" else 160
+        place = _at(words, unit // 4, blocks, 0, before, 16, 16 + before, 4, BY_FIELD)
+        both, a, b, c = _four_words(place, mask, 4)
+        a, b, c = a >> (unit % 2 * 16), b >> (unit % 2 * 16), c >> (unit % 2 * 16)
+        early = unit % 4 < 2
+        bit: tl.constexpr = S * 8
+        scale = tl.where(early, a & (63 << bit), (c & (15 << bit)) | ((a >> 2) & (48 << bit)))
+        least = tl.where(early, b & (63 << bit), ((c >> 4) & (15 << bit)) | ((b >> 2) & (48 << bit)))
+        return _number(scale, _as_half(both & 0xFFFF), 6, bit, 0), -_number(least, _as_half(both >> 16), 6, bit, 0)
+    halves = packed.to(tl.pointer_type(tl.int16), bitcast=True) + row * (row_bytes // 2)
+    if FORM == "Q6_K":
+        levels = _at(halves, unit // 2, blocks, 192, 192, 16, 210, 2, BY_FIELD) + unit % 2 * 4 + S
+        level = _bits(levels, mask) >> (lane * 8)
+        whole = _bits(_at(halves, unit // 2, blocks, 208, 208, 2, 210, 2, BY_FIELD), mask)
+        scale = _number(level ^ 128, _as_half(whole), 8, 0, 128)
+        return scale, scale
+    if FORM == "Q4_0":
+        place = _at(halves, share, blocks, 0, 16, 2, 18, 2, BY_FIELD)
+    elif FORM == "Q4_1":
+        place = _at(halves, share, blocks, 0, 16, 4, 20, 2, BY_FIELD)
+    elif FORM == "Q5_0":
+        place = _at(halves, share, blocks, 0, 20, 2, 22, 2, BY_FIELD)
+    elif FORM == "Q5_1":
+        place = _at(halves, share, blocks, 0, 20, 4, 24, 2, BY_FIELD)
+    else:  # Q8_0
+        place = _at(halves, unit, blocks, 0, 32, 2, 34, 2, BY_FIELD)
+    scale = _as_half(_bits(place, mask))
+    if FORM == "Q4_1" or FORM == "Q5_1":
+        return scale, _as_half(_bits(place + 1, mask))
+    return scale, scale
 
 
 @jit
@@ -397,19 +647,38 @@ def _unpack_kernel(
     rows: tl.tensor,
     columns: tl.tensor,
     row_bytes: tl.tensor,
-    FORM: tl.constexpr,
-    SIZE: tl.constexpr,
-    BYTES: tl.constexpr,
+    blocks: tl.tensor,
     ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+    BY_FIELD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WORD: tl.constexpr,
+    SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
     LANES: tl.constexpr,
-    GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    EACH: tl.constexpr,
 ) -> None:
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None].to(tl.int64)
-    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :, None]
-    mask = (row < rows) & (group * LANES < columns)
-    values = _unpacked(packed + row * row_bytes, group, mask, FORM, SIZE, BYTES, LANES)
-    lane = tl.arange(0, LANES)[None, None, :]
-    tl.store(out + row * columns + group * LANES + lane, values, mask=mask & (lane >= 0))
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :, None].to(tl.int64)
+    share = _shares(tl.program_id(1) * THREADS, THREADS)
+    begin = share // LANES * SIZE + share % LANES * EACH  # the column of the first number
+    mask = (row < rows) & (begin < columns)
+    for s in tl.static_range(SCALES):
+        a, b, c, d, e, f, g, h = _words(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD, WORD)
+        scale, more = _scale(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD)
+        for four in tl.static_range(EACH // 4):
+            word, upper = _four_levels(a, b, c, d, e, f, g, h, four)
+            first = _level(word, upper, scale, s, 4 * four, FORM)
+            second = _level(word, upper, scale, s, 4 * four + 1, FORM)
+            third = _level(word, upper, scale, s, 4 * four + 2, FORM)
+            last = _level(word, upper, scale, s, 4 * four + 3, FORM)
+            numbers = tl.join(tl.join(first, third), tl.join(second, last))
+            numbers = tl.reshape(numbers, (THREADS, ROWS, 1, 4))
+            if OFFSET:
+                numbers += more[:, :, :, None]
+            place = out + row * columns + begin + s * 32 + four * 4
+            place = place[:, :, :, None] + tl.arange(0, 4)
+            tl.store(place, numbers.to(out.dtype.element_ty), mask=mask[:, :, :, None])
 
 
 @jit
@@ -420,84 +689,65 @@ def _packed_gemv_kernel(
     n: tl.tensor,
     columns: tl.tensor,
     row_bytes: tl.tensor,
+    blocks: tl.tensor,
     M: tl.constexpr,
     M_BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-    SIZE: tl.constexpr,
-    BYTES: tl.constexpr,
     ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+    BY_FIELD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WORD: tl.constexpr,
+    SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
     LANES: tl.constexpr,
-    GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    EACH: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    m = tl.arange(0, M_BLOCK)
-    begin = packed + row[:, None, None].to(tl.int64) * row_bytes
-    total = tl.zeros((M_BLOCK, ROWS), tl.float32)
-    column = tl.arange(0, GROUPS * LANES)
-    first = 0
-    while first < columns:
-        group = (first // LANES + tl.arange(0, GROUPS))[None, :, None]
-        mask = (row[:, None, None] < n) & (group * LANES < columns)
-        weights = tl.reshape(_unpacked(begin, group, mask, FORM, SIZE, BYTES, LANES), (ROWS, GROUPS * LANES))
-        inside = (m[:, None] < M) & (first + column[None, :] < columns)
-        part = tl.load(x + m[:, None] * columns + first + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(part[:, None, :] * weights[None, :, :], axis=2)
-        first += GROUPS * LANES
-    place = out + m[:, None].to(tl.int64) * n + row[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(m[:, None] < M) & (row[None, :] < n))
+    m = tl.arange(0, M_BLOCK)[None, None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :, None].to(tl.int64)
+    total = tl.zeros((THREADS, ROWS, M_BLOCK), tl.float32)
+    at = 0
+    while at * (SIZE // LANES) < columns:
+        share = _shares(at, THREADS)
+        begin = share // LANES * SIZE + share % LANES * EACH
+        mask, given = (row < n) & (begin < columns), (m < M) & (begin < columns)
+        for s in tl.static_range(SCALES):
+            a, b, c, d, e, f, g, h = _words(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD, WORD)
+            scale, more = _scale(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD)
+            part = tl.zeros((THREADS, ROWS, M_BLOCK), tl.float32)
+            whole = tl.zeros((THREADS, 1, M_BLOCK), tl.float32)
+            for four in tl.static_range(EACH // 4):
+                word, upper = _four_levels(a, b, c, d, e, f, g, h, four)
+                place = (x + m * columns + begin + s * 32 + four * 4)[:, :, :, None] + tl.arange(0, 4)
+                numbers = tl.load(place, mask=given[:, :, :, None], other=0.0).to(tl.float32)
+                x0, x1, x2, x3 = _in_four(numbers)
+                part += _level(word, upper, x0, s, 4 * four, FORM)
+                part += _level(word, upper, x1, s, 4 * four + 1, FORM)
+                part += _level(word, upper, x2, s, 4 * four + 2, FORM)
+                part += _level(word, upper, x3, s, 4 * four + 3, FORM)
+                if OFFSET:
+                    whole += x0 + x1 + x2 + x3
+            total += part * scale
+            if OFFSET:
+                total += whole * more
+        at += THREADS
+    sums = tl.sum(total, axis=0)
+    m, row = tl.arange(0, M_BLOCK)[None, :], tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    tl.store(out + m.to(tl.int64) * n + row, sums.to(out.dtype.element_ty), mask=(m < M) & (row < n))
 
 
-@jit
-def _packed_gemm_kernel(
-    x: tl.tensor,
-    packed: tl.tensor,
-    out: tl.tensor,
-    m_rows: tl.tensor,
-    n: tl.tensor,
-    columns: tl.tensor,
-    row_bytes: tl.tensor,
-    EXACT: tl.constexpr,
-    M_BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-    SIZE: tl.constexpr,
-    BYTES: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUPS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    m = tl.program_id(1) * M_BLOCK + tl.arange(0, M_BLOCK)
-    begin = packed + row[:, None, None].to(tl.int64) * row_bytes
-    total = tl.zeros((M_BLOCK, ROWS), tl.float32)
-    column = tl.arange(0, GROUPS * LANES)
-    first = 0
-    while first < columns:
-        group = (first // LANES + tl.arange(0, GROUPS))[None, :, None]
-        mask = (row[:, None, None] < n) & (group * LANES < columns)
-        weights = tl.reshape(_unpacked(begin, group, mask, FORM, SIZE, BYTES, LANES), (ROWS, GROUPS * LANES))
-        inside = (m[:, None] < m_rows) & (first + column[None, :] < columns)
-        part = tl.load(x + m[:, None].to(tl.int64) * columns + first + column[None, :], mask=inside, other=0.0)
-        if EXACT:
-            total += tl.dot(part.to(tl.float32), tl.trans(weights), input_precision="ieee")
-        else:
-            total += tl.dot(part, tl.trans(weights.to(part.dtype)))
-        first += GROUPS * LANES
-    place = out + m[:, None].to(tl.int64) * n + row[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(m[:, None] < m_rows) & (row[None, :] < n))
+def _takes(packed: Tensor, packing: Packing) -> bool:
+    """Return whether kernels can take these rows."""
+    return packing.name in _DEALT and takes(packed) and packed.is_contiguous()
 
 
 def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Multiply x [m, in] by a packed weight; return [m, out]."""
-    m, n, x = len(x), len(weight), x.contiguous()
-    out, sizes = x.new_empty(m, n), (n, x.shape[1], weight.packed.shape[1])
-    if m <= MOST_ROWS:
-        block = _blocks(weight.packing, *_SKINNY) | {"M": m, "M_BLOCK": power_of_two(m)}
-        launch(_packed_gemv_kernel, (-(-n // _SKINNY[0]),), x, weight.packed, out, *sizes, **block)
-        return out
-    tall, rows, columns = _WIDE
-    block = _blocks(weight.packing, rows, columns)
-    block |= {"EXACT": x.dtype == torch.float32 or interpreted(), "M_BLOCK": tall}
-    launch(_packed_gemm_kernel, (-(-n // rows), -(-m // tall)), x, weight.packed, out, m, *sizes, **block)
+    """Multiply at most `MOST_ROWS` rows x [m, in] by a packed weight; return [m, out]."""
+    (m, columns), n, packed = x.shape, len(weight), weight.packed
+    out, x, row_bytes = x.new_empty(m, n), x.contiguous(), packed.shape[1]
+    block = _constants(weight.packing, columns) | {"M": m, "M_BLOCK": power_of_two(m), "ROWS": _SKINNY}
+    sizes = n, columns, row_bytes, row_bytes // weight.packing.nbytes
+    launch(_packed_gemv_kernel, (-(-n // _SKINNY),), x, packed, out, *sizes, **block)
     return out
 
 
@@ -763,7 +1013,7 @@ _SCALES = {"Q4_K": _scales_of_k, "Q5_K": _scales_of_k, "Q6_K": _scales_of_q6_k}
 
 def _lot(packing: int) -> tuple[int, int]:
     """Return the numbers and bytes that a loop handles at once."""
-    _, size, nbytes = list(PACKINGS.values())[packing]
+    _, size, nbytes, _ = list(PACKINGS.values())[packing]
     return (size, nbytes) if size > 1 else (_LOT, _LOT * nbytes)
 
 
@@ -939,7 +1189,8 @@ def matrix_of(weight: PackedWeight, bias: Any = None) -> Matrix:
 
 def suits_loops(weight: PackedWeight) -> bool:
     """Return whether there is a loop for a weight."""
-    return _whole(weight.packed, weight.shape[1]) and serves(weight.packed, dtype=torch.uint8)
+    by_block = not weight.packing.by_field
+    return by_block and _whole(weight.packed, weight.shape[1]) and serves(weight.packed, dtype=torch.uint8)
 
 
 def products_with(weights: Sequence[PackedWeight]) -> Callable[[Tensor], Tensor]:

@@ -876,31 +876,35 @@ def packed_gemv(x: Tensor, weight: packed.PackedWeight) -> Tensor:
     return packed.packed_linear(x, weight)
 
 
-def packed_weight_of(draw: Draw, s: Sizes, name: str) -> packed.PackedWeight:
+LAID_OUT = [*packed.PACKINGS, *(f"{name} by field" for name, packing in packed.PACKINGS.items() if packing.size > 1)]
+
+
+def packed_weight_of(draw: Draw, s: Sizes, variant: str) -> packed.PackedWeight:
     """Any bytes are levels; those that may belong to scales make numbers of usual sizes."""
-    packing = packed.PACKINGS[name]
-    rows, columns = (21, 256) if s is ODD else (4096, 16 * s.d)
+    packing = packed.PACKINGS[variant.partition(" ")[0]]
+    rows, columns = (21, 768) if s is ODD else (4096, 16 * s.d)
     drawn = torch.randint(0, 256, (rows, packing.row_bytes(columns)), generator=draw.generator, dtype=torch.uint8)
     if packing.name == "MXFP4":  # a byte of exponent, then levels: sums are numbers of half precision, too
         drawn.unflatten(1, (-1, packing.nbytes))[..., 0].bitwise_and_(0x0F).bitwise_or_(0x70)
     else:
         drawn = drawn & 0xBB if packing.size > 1 else drawn & 0xBF | 0x30
-    return packed.PackedWeight(drawn.to(draw.device), packing, torch.float32)
+    weight = packed.PackedWeight(drawn.to(draw.device), packing, torch.float32)
+    return weight.laid_out(by_field="by field" in variant)
 
 
-@case(packed_gemv, packed.packed_linear_ref, list(packed.PACKINGS))
+@case(packed_gemv, packed.packed_linear_ref, LAID_OUT)
 def _(draw: Draw, s: Sizes, name: str) -> Call:
     weight = packed_weight_of(draw, s, name)
     return Call((draw(3, weight.shape[1]) / 64, weight))  # exactly: sums are numbers of half precision
 
 
-@case(packed.packed_linear, packed.packed_linear_ref, list(packed.PACKINGS))
+@case(packed.packed_linear, packed.packed_linear_ref, LAID_OUT)
 def _(draw: Draw, s: Sizes, name: str) -> Call:
     weight = packed_weight_of(draw, s, name)
     return Call((draw(20, weight.shape[1]) / 64, weight))
 
 
-@case(packed.unpack_rows, packed.unpack_ref, list(packed.PACKINGS), exact=True)
+@case(packed.unpack_rows, packed.unpack_ref, LAID_OUT, exact=True)
 def _(draw: Draw, s: Sizes, name: str) -> Call:
     weight = packed_weight_of(draw, s, name)
     return Call((weight.packed, weight.packing))

@@ -144,7 +144,7 @@ def drawn(packing: Packing, out: int, width: int, setting: Setting) -> PackedWei
         numbers.unflatten(1, (-1, packing.nbytes))[..., 0] = 120  # an exponent
     else:
         numbers &= 0xBB
-    return PackedWeight(numbers, packing, setting.dtype)
+    return PackedWeight(numbers, packing, setting.dtype).laid_out(by_field=numbers.is_cuda)
 
 
 def each(way: Work, weights: list[Tensor]) -> None:

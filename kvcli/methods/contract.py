@@ -328,6 +328,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     """Why the method cannot keep latents, which are key and value in one; None: it can."""
     wants_next_query: ClassVar[bool] = False
     """Whether `take_next_query` is called, one layer ahead of `attend`."""
+    attends_to_rows: ClassVar[bool] = False
+    """Whether a `retrieve` of the method's own attends to everything while its caches give `rows_in_order`."""
     takes_selection: ClassVar[bool] = False
     """Whether the method attends to what the model selects by itself (`LayerGeometry.selects`)."""
 
@@ -437,7 +439,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         Whoever writes these rows and attends to them calls `take_rows` in place of every layer's `attend`.
         """
         kind, context, plan = type(self), self.context, self.plan
-        usual = kind.attend is Method.attend and kind.attend_to is Method.attend_to and kind.retrieve is Method.retrieve
+        usual = kind.attend is Method.attend and kind.attend_to is Method.attend_to
+        usual = usual and (kind.retrieve is Method.retrieve or kind.attends_to_rows)
         does_more = plan.turn is not None or plan.rounds is not None or plan.evict is not None
         if not usual or (does_more and self.retrieval) or context.timeline.enabled or context.attention_observer:
             return None

@@ -158,7 +158,7 @@ class _Reader:
                 known = ", ".join(("F32", *PACKINGS))
                 what = f"{self.path}: {_shown(name)} is quantised as {type_name}"
                 raise usage_error(what, f"there are products for {known}")
-            size, nbytes = (1, 4) if type_name == "F32" else PACKINGS[type_name][1:]
+            size, nbytes = (1, 4) if type_name == "F32" else PACKINGS[type_name][1:3]
             if 0 in shape or shape[-1] % size or offset % alignment:
                 raise self.damaged(f"{_shown(name)} is {list(shape)} of {type_name} at {offset}")
             total = prod(shape) // size * nbytes

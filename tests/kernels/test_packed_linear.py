@@ -67,7 +67,7 @@ def by(request, monkeypatch):
 
 @pytest.mark.parametrize("name", PACKINGS)
 def test_sizes_are_those_of_the_format(name):
-    assert PACKINGS[name][1:] == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    assert PACKINGS[name][1:3] == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
 
 
 @pytest.mark.parametrize("name", PACKINGS)

@@ -262,6 +262,7 @@ PAGES_OF_SIX = {"budget": 6, "sink": 2, "window": 2, "page_size": 2}
         ("freekv", PAGES_OF_SIX | {"kv_dtype": "int8"}),
         ("tokenselect", TOKENS_OF_SIX),
         ("fier", TOKENS_OF_SIX | {"group": 2}),
+        ("retroinfer", TOKENS_OF_SIX | {"cluster": 2, "update": 4}),
     ],
 )
 def test_while_six_tokens_are_all_read_a_step_is_one_loop(name, settings, monkeypatch):

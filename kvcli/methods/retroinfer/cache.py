@@ -198,10 +198,29 @@ class ClusteredTokenCache(TokensOnHost):
         written = self.pool.write(self.length, k[:, None, None], v[:, None, None])
         self.near.append(k, v)
         self.length += 1
-        first, update = self.budget.sink + self.index.tokens, self.index.clustering.update
-        if self.length - first == self.budget.window + update:
+        if self.waiting_tokens == (update := self.index.clustering.update):
+            first = self.budget.sink + self.index.tokens
             rows = self.near.rows_of(torch.arange(first, first + update, device=k.device))
             self.index.add(self.near.k[:, rows], self.near.v[:, rows])
+        return written
+
+    @property
+    def waiting_tokens(self) -> int:
+        """How many tokens have left the window and wait to be clustered."""
+        return self.length - self.budget.sink - self.index.tokens - self.budget.window
+
+    @override
+    def rows_in_order(self) -> Tensor | None:
+        """View the steady zone, until the next token lets the first ones be clustered."""
+        clusters = self.index.tokens or self.waiting_tokens + 1 == self.index.clustering.update
+        return None if clusters else self.near.rows_in_order()
+
+    @override
+    def take_row(self) -> int:
+        row = self.near.kv[:, :, self.length, None, None]  # [t, Hk, 1, 1, d]
+        written = self.pool.write(self.length, *both(row))
+        self.near.take_row()
+        self.length += 1
         return written
 
     def zones(self, q: Tensor, softmax: Softmax) -> Zones:

@@ -85,6 +85,7 @@ class RetroInfer(Method[RetroInferConfig, ClusteredTokenCache]):
     group_consistent = True
     device_memory = "O(B + L/p + 0.05·L)"
     budget_is_bound = True
+    attends_to_rows = True
     true_kv: ClassVar[dict[str, Any] | None] = {"estimation": 0.0}
     ablation: ClassVar[dict[str, dict[str, Any]]] = {
         "without estimation": {"estimation": 0.0},
