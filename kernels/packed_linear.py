@@ -332,7 +332,7 @@ _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 _THREADS = 128  # which have a row at once
 _SKINNY = 4  # rows of a weight per program, each thread having its share of all of them
-_UNPACKED = 4  # the same while unpacking
+_UNPACKED = 1  # the same while unpacking
 
 _DEVICE_TILE = 1 << 24
 """Numbers that a device unpacks at once: 16-bit ones stay in its cache until they are multiplied."""
