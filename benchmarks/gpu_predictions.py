@@ -19,11 +19,12 @@ what these alone allow, with recall beside all else. A prediction adds what a st
   which at least one head is corrected.
 
 The constants down to `RECALL_SECONDS` were read from a trace of single layers on an H200 (`gpu_layers.json`,
-`streaming`, `full` and `freekv`), `BUS` from `gpu.json`. A choice took 14 us and 7 ns a page in steps of `freekv` with
+`streaming`, `full` and `freekv`), `BUS` from `gpu_before.json`. A choice took 14 us and 7 ns a page in steps of `freekv` with
 30 % of its heads corrected (`MEASURED`). At both contexts that is 6.7 us, and 4.9 ns for every instruction that a warp
 of the last program executed: 2,964 and 7,361. Today it executes 1,623 and 4,267, which gives `CHOICE_SECONDS` and
-`PAGE_SECONDS`. `LAST_SECONDS` is a guess: attention that recalls has not run on a GPU. Methods of which a graph runs no
-whole step spend their time on the host, which is not predicted either: they have a floor alone.
+`PAGE_SECONDS`. `LAST_SECONDS` was a guess, with which the steps that were measured afterwards came out within 5 %.
+Methods of which a graph runs no whole step spend their time on the host, which is not predicted either: they have a
+floor alone.
 """
 
 import json
@@ -66,7 +67,7 @@ TURNOVER = 0.2  # part of what is selected that a step exchanges, where it stays
 CORRECTED = 0.3  # part of FreeKV's KV heads that wait for their recall
 CHOICE_SECONDS = 10.3e-6  # of the last program of a KV head, whatever there is to choose from
 PAGE_SECONDS = 4.2e-9  # more for every page of the head, where that program pools their scores as well
-MEASURED = {"CHOICE_SECONDS": 14e-6, "PAGE_SECONDS": 7e-9, "BY_ATTENTION": False}  # of the steps in `gpu.json`
+MEASURED = {"CHOICE_SECONDS": 14e-6, "PAGE_SECONDS": 7e-9, "BY_ATTENTION": False}  # of the steps in `gpu_before.json`
 MULTIPROCESSORS = 132
 ISSUED = MULTIPROCESSORS * 4 * 1.75e9  # instructions of warps a second: schedulers of each, Hz under load
 EXPOSED = {"before": 1.0, "after": CORRECTED, "ahead": 0.0, "borrowed": 0.0}  # part of the recall, by the choice's time

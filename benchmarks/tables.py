@@ -179,7 +179,7 @@ def main() -> None:
     ]
     heads = ("floor", "predicted", "measured")
     contexts = [f"{row['context'] >> 10}K, {what}" for row in methods["full"] for what in heads]
-    table("Step on an H200, ms (`gpu_predictions.json`, `gpu.json`)", ["method", *contexts], predicted)
+    table("Step on an H200, ms (`gpu_predictions.json`, `gpu.json`, `gpu_methods.json`)", ["method", *contexts], predicted)
     layers = []
     for each in json.loads((RESULTS / "gpu_layers.json").read_text())["parts"]["layers"]["rows"]:
         own = [one for one in each["layer"] if one["kernel"].startswith("_") and one["us"] >= LONG]
@@ -198,11 +198,13 @@ def main() -> None:
 
 
 def measured_steps() -> dict[tuple[str, int], float]:
-    """Return the measured steps of `gpu.json` by method and context, of FreeKV with 30 % of the heads corrected."""
-    parts = json.loads((RESULTS / "gpu.json").read_text())["parts"]
-    rows = [row for part in ("speed", "peers") for row in parts[part]["rows"] if "method" in row]
+    """Return the measured steps by method and context, of FreeKV with 30 % of the heads corrected."""
+    read = {name: json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in ("gpu", "gpu_methods")}
+    parts = (("gpu_methods", "methods_middle"), ("gpu", "speed"), ("gpu", "peers"))
+    rows = [row for file, part in parts for row in read[file][part]["rows"] if "step_ms" in row and "method" in row]
     kept = [row for row in rows if row["corrected"] in (None, 0.3)]
-    return {(row["method"], row["context"]): row["step_ms"]["median"] for row in kept}
+    names = [row["case"] if row["settings"] else row["method"] for row in kept]
+    return {(name, row["context"]): row["step_ms"]["median"] for name, row in zip(names, kept, strict=True)}
 
 
 if __name__ == "__main__":

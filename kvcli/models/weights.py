@@ -32,7 +32,7 @@ def quantise(model: PreTrainedModel, form: WeightForm, dtype: torch.dtype) -> No
             else:  # any bits are valid levels; those of scales are made small numbers
                 shape = len(weight), size // len(weight)
                 drawn = torch.randint(0, 64, shape, dtype=torch.uint8, device=weight.device).bitwise_and_(0x3B)
-                packed = PackedWeight(drawn, packing, dtype)
+                packed = PackedWeight(drawn, packing, dtype).laid_out(by_field=drawn.is_cuda)
             module, _, own = name.rpartition(".")
             setattr(model.get_submodule(module), own, nn.Parameter(packed, requires_grad=False))
         model.tie_weights()

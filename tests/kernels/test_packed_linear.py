@@ -176,3 +176,18 @@ def test_rows_are_looked_up(by):
 def test_a_row_is_whole_blocks():
     with pytest.raises(ValueError, match="no whole number"):
         PACKINGS["Q4_K"].row_bytes(128)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_rows_by_field_have_the_same_numbers(name):
+    """Loops leave them alone; several matrices, and one of them, are laid out alike."""
+    weight, wide = drawn(name)
+    moved = weight.laid_out(by_field=True)
+    assert moved.packing.by_field == (PACKINGS[name].size > 1)
+    assert not (moved.packing.by_field and suits_loops(moved))
+    assert torch.equal(moved.unpack(), wide.float())
+    assert torch.equal(moved.laid_out(by_field=False).packed, weight.packed)
+    x = noise(3, COLUMNS)
+    assert error(functional.linear(x, moved), x.double() @ wide.T) < 1e-6
+    several = PackedWeight(torch.stack((weight.packed, weight.packed.flip(0))), weight.packing, torch.float32)
+    assert torch.equal(several.laid_out(by_field=True)[1].unpack(), wide.flip(0).float())

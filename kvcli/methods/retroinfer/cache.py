@@ -213,14 +213,13 @@ class ClusteredTokenCache(TokensOnHost):
     def rows_in_order(self) -> Tensor | None:
         """View the steady zone, until the next token lets the first ones be clustered."""
         clusters = self.index.tokens or self.waiting_tokens + 1 == self.index.clustering.update
-        return None if clusters else self.near.rows_in_order()
+        return None if clusters or self.length == self.near.kv.shape[2] else self.near.kv
 
     @override
     def take_row(self) -> int:
         row = self.near.kv[:, :, self.length, None, None]  # [t, Hk, 1, 1, d]
         written = self.pool.write(self.length, *both(row))
-        self.near.take_row()
-        self.length += 1
+        self.length = self.near.length = self.length + 1
         return written
 
     def zones(self, q: Tensor, softmax: Softmax) -> Zones:

@@ -116,8 +116,8 @@ class SlotStepper(Stepper):
         with predicting(self.hook, self.pipeline.predicted, self.pipeline.predict):
             self.logits = self.hook.run(self.pipeline, self.tokens, self.positions, 1, self.states)[:, 0]
         if self.greedy:
-            best = self.logits.max(-1, keepdim=True)
-            self.tokens.copy_(best.indices.where(best.values.isfinite(), NOT_FINITE))
+            highest, tokens = _highest(self.logits)
+            self.tokens.copy_(tokens.where(highest.isfinite(), NOT_FINITE))
         self.pipeline.settle()
 
     def _leave(self, batch: Sequence[RunningSequence]) -> None:
@@ -146,3 +146,16 @@ class SlotStepper(Stepper):
         except BaseException:
             self.left.close()
             raise
+
+
+def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the highest of logits [b, vocab] and its token, [b, 1] each; the first of equal ones.
+
+    A row is reduced in parts first: of one row by itself only a few multiprocessors are busy. With 128K tokens that is
+    27 us on an H200, and in parts 11.
+    """
+    vocab = logits.shape[-1]
+    parts = min(256, vocab & -vocab)  # so many, of equal size
+    best = logits.unflatten(-1, (parts, -1)).max(-1)
+    highest, part = best.values.max(-1, keepdim=True)
+    return highest, best.indices.gather(-1, part) + part * (vocab // parts)
