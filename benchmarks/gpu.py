@@ -7,8 +7,8 @@
     python benchmarks/gpu.py --smoke              # what a CPU can do of it: tiny shapes, references for kernels
 
 It runs from a checkout that is not installed, too (`PYTHONPATH=. python benchmarks/gpu.py`). `machine`, `kernels`,
-`rates`, `products` and `packed` need torch, triton, numpy and typing_extensions; the other parts need transformers,
-pydantic and psutil as well.
+`rates` and `packed` need torch, triton, numpy and typing_extensions; the other parts need transformers, pydantic and
+psutil as well.
 A part whose package is not here says so and is not run; the others are.
 Without a package index in reach: `pip download -d DIR pydantic psutil` elsewhere, for that machine's Python, and there
 `pip install --no-index --find-links DIR pydantic psutil`.
@@ -73,9 +73,7 @@ PARTS = (
     BenchmarkPart("steps", "batch", 90, "batches, and recall that is blocking and page by page"),
     BenchmarkPart("methods", "methods_middle", 240, "every method beside freekv, middle context"),
     BenchmarkPart("methods", "throughput", 240, "ShadowKV against full attention, each at its largest batch"),
-    BenchmarkPart("products", "products", 60, "products of a few rows, by a library and by one kernel"),
     BenchmarkPart("products", "packed", 60, "products with weights packed as in GGUF files"),
-    BenchmarkPart("steps", "own_products", 45, "a step with either of them"),
     BenchmarkPart("methods", "methods_short", 180, "every method beside freekv, short context"),
     BenchmarkPart("methods", "methods_batch", 300, "every method beside freekv, a batch at the short context"),
     BenchmarkPart("methods", "methods_large", 240, "methods that offload beside freekv, a batch at the middle context"),
@@ -239,7 +237,7 @@ def prepare() -> None:
         importlib.import_module("transformers.models.llama.modeling_llama")
         importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     except ImportError as error:
-        print(f"only machine, kernels, rates, products and packed can run: {error}", file=sys.stderr)
+        print(f"only machine, kernels, rates and packed can run: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     python benchmarks/sass.py [-o FILE]
 
 A layer of an 8B model takes a step on a fake CUDA device, with a method's caches as they are after 128K tokens, and
-every kernel of Triton that it launches is compiled with these arguments; so are products of one row
-(`kvcli.kernels.skinny_linear`), which no step launches yet. Counted are instructions of the listing of
+every kernel of Triton that it launches is compiled with these arguments. Counted are instructions of the listing of
 `cuobjdump`: all, and those in loops, which run more than once; shuffles, which sums over threads take; matrix
 instructions; reads of global memory of 128 bits, and of at most 16 bits, which should be few where much is read; bytes
 spilt to local memory. CTAs are the programs of the grid, which 132 multiprocessors share.
@@ -33,7 +32,6 @@ from triton.runtime import driver  # noqa: E402
 from triton_compile import TOOLS, AbsentDevice, describe  # noqa: E402
 
 from kvcli.kernels.norm_rope import add_rms_norm, rms_norm, silu_mul  # noqa: E402
-from kvcli.kernels.skinny_linear import InputNorm, skinny_linear  # noqa: E402
 from kvcli.kernels.softmax import Softmax  # noqa: E402
 from kvcli.methods.contract import AnyMethod  # noqa: E402
 from kvcli.models.geometry import ModelGeometry  # noqa: E402
@@ -109,8 +107,7 @@ class Launches:
     ) -> None:
         """Compile."""
         given = [Address(x) if isinstance(x, torch.Tensor) else x for x in args]
-        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
-        options |= {"enable_fp_fusion": True, "launch_pdl": constants.get("DEPENDENT", False)}
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
         compiled = kernel.run(*given, grid=grid, warmup=True, **constants, **options)
         row = {"kernel": kernel.__name__.strip("_"), "ctas": math.prod(grid), "warps": warps, **machine_code(compiled)}
         alike = next((one for one in self.rows if one.items() >= row.items()), None)
@@ -121,7 +118,7 @@ class Launches:
 
 
 def layer_step(method: AnyMethod, geometry: ModelGeometry) -> None:
-    """Launch what a layer does in a step: attention, all that goes with it, norms and SiLU, and products of one row."""
+    """Launch what a layer does in a step: attention, all that goes with it, and norms and SiLU."""
     layer, x = geometry.layers[0], torch.empty(1, 1, geometry.hidden_size, dtype=DTYPE, device=CUDA)
     pipeline = SlotPipeline([method_on_fake_cuda(method)], [LENGTH], SerialStreams())
     pipeline.start()
@@ -136,9 +133,6 @@ def layer_step(method: AnyMethod, geometry: ModelGeometry) -> None:
     rms_norm(x, weight, 1e-5)
     add_rms_norm(x, x, weight, 1e-5)
     silu_mul(wide)
-    both, down = (x.new_empty(wide.shape[-1], x.shape[-1]), x.new_empty(x.shape[-1], geometry.intermediate_size))
-    factors = skinny_linear(x, both, norm=InputNorm(weight, 1e-5), gated=True, dependent=True)
-    skinny_linear(factors, down, residual=x, dependent=True)
 
 
 def main() -> None:

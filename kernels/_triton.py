@@ -114,14 +114,10 @@ def launch(
     """Run `grid` programs of a kernel on the current stream, with `constants` as its tl.constexpr arguments.
 
     The first launch with new constants or types compiles and loads the kernel: make it before capturing a CUDA graph.
-    `registers` are those that a thread may take, by default as many as the assembler thinks best. A kernel whose
-    constant `DEPENDENT` is set may start before the one in front of it is done (programmatic dependent launch), and
-    waits for it itself.
+    `registers` are those that a thread may take, by default as many as the assembler thinks best.
     """
     # Fused multiply-add is set because triton 3.9 warns otherwise.
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
-    if constants.get("DEPENDENT"):
-        options["launch_pdl"] = True
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
     kernel[grid](*args, **constants, **options)
 
 

@@ -36,7 +36,6 @@ from kvcli.kernels import prefill_attention as prefill
 from kvcli.kernels import query_similarity as similarity
 from kvcli.kernels import recall as gather
 from kvcli.kernels import recall as gather_small
-from kvcli.kernels import skinny_linear as skinny
 from kvcli.kernels import token_scores as projecting
 from kvcli.kernels import token_scores as tokens
 from kvcli.kernels._triton import power_of_two
@@ -702,21 +701,6 @@ def _(draw: Draw, s: Sizes) -> Call:
 def _(draw: Draw, s: Sizes) -> Call:
     n = s.hk * s.g * s.d + (3 if s is ODD else 0)
     return Call((draw(2, s.b, n + 8)[..., :n], draw(2, s.b, n + 5)[..., :n], draw(n), 1e-6, 1.0))
-
-
-@case(skinny.skinny_linear, skinny.skinny_linear_ref, ["plain", "residual", "gated", "norm bias gated residual"])
-def _(draw: Draw, s: Sizes, parts: str) -> Call:
-    """Rows with gaps between them; sizes that no block divides; a weight with what must not be read behind it."""
-    out, k, rows = (21, 300, 3) if s is ODD else (4096, 32 * s.d, 1)
-    width = 2 * out if "gated" in parts else out
-    weight = torch.cat((draw(width, k) / k**0.5, draw.poisoned(2, k)))[:width]
-    bias = draw(width) if "bias" in parts else None
-    residual = (
-        torch.cat((draw(rows, 1, out), draw.poisoned(rows, 1, 5)), -1)[..., :out] if "residual" in parts else None
-    )
-    norm = skinny.InputNorm(draw(k), 1e-6, 1.0) if "norm" in parts else None
-    x = torch.cat((draw(rows, 1, k), draw.poisoned(rows, 1, 7)), -1)[..., :k]
-    return Call((x, weight, bias, residual, norm, "gated" in parts))
 
 
 @case(silu.silu_mul, silu.silu_mul_ref)

@@ -19,8 +19,6 @@ from kvcli.bench.phases import Kernel, parts_of, phases_of, products_of, traced
 from kvcli.capacity.roofline import PHASES, step_work
 from kvcli.methods.card import GRAPH, gpu_step_of
 from kvcli.methods.freekv import FreeKV
-from kvcli.runtime.fused import replaced
-from kvcli.runtime.gpu import fused
 from kvcli.runtime.gpu.piecewise import PiecewiseStepper
 from kvcli.runtime.gpu.pipeline import DecisionRates
 from kvcli.runtime.gpu.stepper import SlotStepper
@@ -210,23 +208,6 @@ def speed(setting: Setting, found: Found) -> Iterator[Rows]:
     cases += [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in CORRECTED]
     with workshop(setting, setting.shape, [context]) as place:
         yield from compared(place, setting, cases, found)
-
-
-def own_products(setting: Setting, found: Found) -> Iterator[Rows]:
-    """Time a step whose layers multiply by a library, and one by `kvcli.kernels.skinny_linear` (`OWN_PRODUCTS`)."""
-    names = {"products of a library": False, "products of our own": True}
-    if found.has(*names):
-        return
-    with workshop(setting, setting.shape, [setting.short]) as place, ExitStack() as left:
-        running = []
-        for name, own in names.items():
-            with replaced(fused, "OWN_PRODUCTS", own):
-                one = Running(StepCase(name, "streaming", setting.short), place)
-            left.callback(one.stepper.finish)
-            assert isinstance(one.stepper, SlotStepper)
-            one.stepper.left.close()  # a captured step needs its layers no more; the next one is captured with others
-            running.append(one)
-        yield timed(running, setting, found, setting.repeats)
 
 
 def length(setting: Setting, found: Found) -> Iterator[Rows]:

@@ -240,10 +240,10 @@ _KERNEL_PHASES = {
     "_silu_kernel": "mlp",
 }
 BY_PLACE: tuple[str, ...] = ("_norm_kernel", "_add_norm_kernel", "_rotate_kernel", "_unpack_kernel")
-BY_PLACE += ("_packed_gemv_kernel", "_packed_gemm_kernel", "_skinny_kernel")
+BY_PLACE += ("_packed_gemv_kernel", "_packed_gemm_kernel")
 """Triton kernels of several phases: products have their order, others go with what ran before them."""
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
-_PRODUCT = re.compile(r"gemm|gemv|_skinny_kernel|cutlass|cublas|nvjet|xmma", re.IGNORECASE)
+_PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma", re.IGNORECASE)
 _REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)  # the second half of a split product, "..._splitK"
 _CHOICE = re.compile(r"maxops", re.IGNORECASE)  # of argmax, and of a maximum with its place
 

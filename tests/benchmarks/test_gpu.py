@@ -42,7 +42,6 @@ from gpu_parts.setting import smoke  # noqa: E402
 
 from kvcli.bench.phases import Kernel  # noqa: E402
 from kvcli.inputs.profiles import resolve_profile  # noqa: E402
-from kvcli.kernels.skinny_linear import skinny_linear  # noqa: E402
 from kvcli.memory.pinned import PinnedAllocator  # noqa: E402
 from kvcli.methods import get_method, method_names  # noqa: E402
 from kvcli.methods.card import GRAPH, PIECEWISE, gpu_step_of  # noqa: E402
@@ -301,7 +300,7 @@ def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages)
         str(BENCHMARKS / "gpu.py"),
         "--smoke",
         "--parts",
-        "machine,rates,products,packed,kernels,speed",
+        "machine,rates,packed,kernels,speed",
         "-o",
         str(output),
     ]
@@ -310,13 +309,13 @@ def test_parts_do_without_packages_that_they_have_no_use_for(tmp_path, packages)
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     parts = json.loads(output.read_text())["parts"]
-    assert all(parts[name]["state"] == "done" for name in ("machine", "rates", "products", "packed", "kernels"))
-    assert all(row["agrees"] for name in ("products", "packed") for row in parts[name]["rows"])
+    assert all(parts[name]["state"] == "done" for name in ("machine", "rates", "packed", "kernels"))
+    assert all(row["agrees"] for row in parts["packed"]["rows"])
     speed = parts["speed"]
     assert (speed["state"], speed["rows"]) == ("not run", [])
     assert speed["error"] in {f"the package {each} is not here" for each in packages}
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.count("only machine, kernels, rates, products and packed can run") == 1
+    assert ended.stderr.count("only machine, kernels, rates and packed can run") == 1
 
 
 def test_a_package_that_another_one_lacks_is_named():
@@ -393,18 +392,6 @@ def test_contenders_are_all_methods_as_they_are_served_and_some_otherwise_too():
     assert resolve_profile(None, "shadowkv-plus").settings == resolve_profile(plus.method, None, plus.settings).settings
 
 
-@pytest.mark.parametrize("product", products.PRODUCTS, ids=lambda product: product.name)
-def test_products_are_compared_in_turn_and_with_their_reference(product, monkeypatch):
-    rows = list(chain(*products.compared(product, [1, 8], smoke())))
-    assert [(row["rows"], row["agrees"], {*row["errors"]}) for row in rows] == [
-        (m, True, {"library", "one_kernel"}) for m in (1, 8)
-    ]
-    assert all(row["one_kernel_of_library"]["median"] > 0 for row in rows)
-    monkeypatch.setattr(products, "skinny_linear", lambda x, weight, **given: 1 + skinny_linear(x, weight, **given))
-    (row,) = next(products.compared(product, [2], smoke()))
-    assert not row["agrees"]
-
-
 def test_packed_weights_are_compared_with_unpacked_ones(monkeypatch):
     packing = products.PACKINGS["Q4_K"]
     rows = list(chain(*products.against_unpacked(packing, [1, 9], smoke())))
@@ -413,25 +400,6 @@ def test_packed_weights_are_compared_with_unpacked_ones(monkeypatch):
     monkeypatch.setattr(products, "packed_linear", lambda x, weight: 1 + products.packed_linear_ref(x, weight))
     (row,) = next(products.against_unpacked(packing, [2], smoke()))
     assert not row["agrees"]
-
-
-def test_steps_with_either_product_are_built_one_after_the_other(monkeypatch):
-    built = []
-
-    class Watched(steps.SlotStepper):
-        def __init__(self, *given, **named):
-            super().__init__(*given, **named)
-            built.append((steps.fused.OWN_PRODUCTS, self.left))
-            self.left.callback(built.append, "layers as they were")
-
-    monkeypatch.setattr(steps, "SlotStepper", Watched)
-    (rows,) = steps.own_products(smoke(), Found())
-    assert [row["case"] for row in rows] == ["products of a library", "products of our own"]
-    assert [each if isinstance(each, str) else each[0] for each in built] == [
-        *(False, "layers as they were"),
-        *(True, "layers as they were"),
-    ]
-    assert not list(steps.own_products(smoke(), Found(own=rows)))
 
 
 def test_a_method_in_pieces_goes_on_from_the_tokens_that_it_chose(monkeypatch):

@@ -18,18 +18,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvcli.kernels.norm_rope import Rotation, add_rms_norm, rms_norm, rotate, silu_mul
-from kvcli.kernels.skinny_linear import MOST_ROWS, InputNorm, skinny_linear, starts_early
 from kvcli.models.auto import layers_of
-from kvcli.models.weights import is_plain
-from kvcli.runtime.fused import Kernels, Norm, Parts, fused_by, gated_of, norm_of, parts_of, replaced
-
-OWN_PRODUCTS = False
-"""Whether layers multiply a few rows by `kvcli.kernels.skinny_linear`: what attention gave, with the residual; both
-factors of the MLP, with norm and gate; and the last product, with the residual.
-
-They launch three kernels less per layer than a library's products. No GPU has compared the two yet (`products` of
-`benchmarks/gpu.py`), so that the library's serve.
-"""
+from kvcli.runtime.fused import Kernels, Norm, Parts, fused_by, norm_of, parts_of, replaced
 
 # Decoder layers that add the attention output within the kernel that normalises the sum for the MLP.
 
@@ -42,77 +32,16 @@ def sums_in_norms(model: PreTrainedModel) -> Iterator[None]:
             parts = parts_of(layer)
             norm = None if parts is None else norm_of(parts.before_mlp)
             if parts is not None and norm is not None:
-                own = OwnProducts.of(parts, norm) if OWN_PRODUCTS else None
-                if own is not None:
-                    left.enter_context(replaced(own.output, "forward", own.multiply_output))
-                left.enter_context(replaced(layer, "forward", _forward(layer.forward, parts, norm, own)))
+                left.enter_context(replaced(layer, "forward", _forward(layer.forward, parts, norm)))
         yield
 
 
-class OwnProducts:
-    """The products of a layer after attention, for at most `MOST_ROWS` rows.
-
-    The residual is added by the product of what attention gave, if the attention module returns this product as it is.
-    That is seen at the first call, which still adds it afterwards.
-    """
-
-    def __init__(self, output: nn.Linear, mlp: tuple[nn.Linear, nn.Linear, nn.Linear], norm: Norm):
-        gate, up, self.down = mlp
-        side_by_side([gate, up])
-        self.factors, self.output, self.norm = _whole([gate, up]), output, InputNorm(*norm)
-        self.early = starts_early(output.weight)
-        self.residual: Tensor | None = None  # what the next product of the output is to add
-        self.products: list[Tensor] | None = None  # of the output, while they are watched
-        self.returned = False  # whether attention returns such a product
-
-    @classmethod
-    def of(cls, parts: Parts, norm: Norm) -> OwnProducts | None:
-        """Return those of a layer, or None where a weight is not plain or has another forward."""
-        output, mlp = getattr(parts.attention, "o_proj", None), gated_of(parts.mlp)
-        if mlp is None or not (is_plain(output) and is_plain(mlp[2])) or "forward" in vars(output):
-            return None
-        assert isinstance(output, nn.Linear)
-        return cls(output, mlp, norm)
-
-    def multiply_output(self, x: Tensor) -> Tensor:
-        """Multiply what attention gave, and add the residual if there is one."""
-        weight, bias = self.output.weight.data, self.output.bias
-        if self.residual is not None:
-            return skinny_linear(x, weight, bias, self.residual)  # attention may have ended on several streams
-        found = functional.linear(x, weight, bias)
-        if self.products is not None:
-            self.products.append(found)
-        return found
-
-    def layer(self, x: Tensor, attend: Callable[[], Tensor]) -> Tensor:
-        """Return h + mlp(norm(h)), where h is x + attention."""
-        if self.returned:
-            self.residual = x
-        else:
-            self.products = []
-        try:
-            found = attend()
-            if self.products is not None:
-                self.returned = len(self.products) == 1 and found is self.products[0]
-                found = x + found
-        finally:
-            self.residual = self.products = None
-        both = skinny_linear(found, *self.factors, norm=self.norm, gated=True, dependent=self.early)
-        return skinny_linear(both, self.down.weight.data, self.down.bias, found, dependent=self.early)
-
-
-def _forward(before: Callable[..., Tensor], parts: Parts, norm: Norm, own: OwnProducts | None) -> Callable[..., Tensor]:
+def _forward(before: Callable[..., Tensor], parts: Parts, norm: Norm) -> Callable[..., Tensor]:
     def forward(hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
         if args:  # only the layer itself knows which arguments these are
             return before(hidden_states, *args, **given)
-
-        def attend() -> Tensor:
-            out: Tensor = parts.attention(hidden_states=parts.before_attention(hidden_states), **given)[0]
-            return out
-
-        if own is not None and hidden_states[..., 0].numel() <= MOST_ROWS:
-            return own.layer(hidden_states, attend)
-        total, normed = add_rms_norm(hidden_states, attend(), *norm)
+        found: Tensor = parts.attention(hidden_states=parts.before_attention(hidden_states), **given)[0]
+        total, normed = add_rms_norm(hidden_states, found, *norm)
         out: Tensor = total + parts.mlp(normed)
         return out
 

@@ -8,14 +8,13 @@ from fake_cuda import NOTHING
 from families import FAMILIES, HYBRIDS, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.kernels import _triton, skinny_linear
+from kvcli.kernels import _triton
 from kvcli.kernels import norm_rope as add_rms_norm
 from kvcli.kernels import norm_rope as rms_norm
 from kvcli.kernels import norm_rope as rotate
 from kvcli.kernels import norm_rope as silu_mul
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.fused import parts_of
-from kvcli.runtime.gpu import fused
 from kvcli.runtime.gpu.fused import fused_layers, sums_in_norms
 from kvcli.runtime.layer_major import layer_major
 
@@ -49,39 +48,6 @@ def test_logits_are_the_same_by_kernels(monkeypatch):
     with fused_layers(model):
         monkeypatch.setattr(_triton, "on_cpu", True)
         torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "granite"])
-def test_logits_are_the_same_by_products_of_our_own(family, monkeypatch):
-    """Layers that are of another form stay as they are. The first call finds out who returns the output's product."""
-    model = tiny_model(family)
-    expected = logits(model)
-    monkeypatch.setattr(fused, "OWN_PRODUCTS", True)
-    with fused_layers(model):
-        monkeypatch.setattr(_triton, "on_cpu", True)
-        for _ in range(3):
-            torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
-        monkeypatch.setattr(fused, "MOST_ROWS", 5)  # of the six that come
-        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_attention_that_changes_the_product_of_its_output_adds_the_residual_afterwards(monkeypatch):
-    model = tiny_model("llama")
-    attention = type(model.model.layers[0].self_attn)
-    forward = attention.forward
-
-    def halved(self, *args, **given):
-        out, weights = forward(self, *args, **given)
-        return out / 2, weights
-
-    monkeypatch.setattr(attention, "forward", halved)
-    expected = logits(model)
-    monkeypatch.setattr(fused, "OWN_PRODUCTS", True)
-    with fused_layers(model):
-        monkeypatch.setattr(_triton, "on_cpu", True)
-        for _ in range(3):
-            torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_prompt_that_is_read_between_steps_leaves_layers_as_they_were():
@@ -155,21 +121,16 @@ def noted(launched):
     return lambda kernel, *_, **__: launched.append(kernel.__name__)
 
 
-@pytest.mark.parametrize(("own", "kernels"), [(False, LAYER), (True, LAYER - 3)])
-def test_kernels_of_a_layer(own, kernels, monkeypatch):
-    monkeypatch.setattr(fused, "OWN_PRODUCTS", own)
+def test_kernels_of_a_layer(monkeypatch):
     counts = []
     for layers in (2, 3):
         model, launched = tiny_model("llama", layers=layers), []
         with attached(model) as hook, fused_layers(model), Launches() as counter, monkeypatch.context() as patch:
-            for module in (add_rms_norm, rms_norm, rotate, silu_mul, skinny_linear):
+            for module in (add_rms_norm, rms_norm, rotate, silu_mul):
                 patch.setattr(module, "launch", noted(launched))
             patch.setattr(_triton, "on_cpu", True)
             with torch.inference_mode():
-                for _ in range(2):  # the first one finds out what attention returns
-                    counter.names.clear()
-                    launched.clear()
-                    hook.run(nothing, TOKENS[:, :1], torch.zeros(2, 1, dtype=torch.int64))
+                hook.run(nothing, TOKENS[:, :1], torch.zeros(2, 1, dtype=torch.int64))
         counts.append(counter.names + Counter(launched))
     of_a_layer = counts[1] - counts[0]
-    assert of_a_layer.total() == kernels, of_a_layer
+    assert of_a_layer.total() == LAYER, of_a_layer
