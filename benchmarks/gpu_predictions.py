@@ -19,10 +19,11 @@ what these alone allow, with recall beside all else. A prediction adds what a st
   which at least one head is corrected.
 
 The constants down to `RECALL_SECONDS` were read from a trace of single layers on an H200 (`gpu_layers.json`,
-`streaming`, `full` and `freekv`), `BUS` from `gpu_before.json`. A choice took 14 us and 7 ns a page in steps of `freekv` with
-30 % of its heads corrected (`MEASURED`). At both contexts that is 6.7 us, and 4.9 ns for every instruction that a warp
-of the last program executed: 2,964 and 7,361. Today it executes 1,623 and 4,267, which gives `CHOICE_SECONDS` and
-`PAGE_SECONDS`. `LAST_SECONDS` was a guess, with which the steps that were measured afterwards came out within 5 %.
+`streaming`, `full` and `freekv`), `BUS` from `gpu_before.json`. A choice took 14 us and 7 ns a page in steps of
+`freekv` with 30 % of its heads corrected (`MEASURED`). At both contexts that is 6.7 us, and 4.9 ns for every
+instruction that a warp of the last program executed: 2,964 and 7,361. Today it executes 1,623 and 4,267, which gives
+`CHOICE_SECONDS` and `PAGE_SECONDS`.
+`LAST_SECONDS` was a guess, with which the steps that were measured afterwards came out within 5 %.
 Methods of which a graph runs no whole step spend their time on the host, which is not predicted either: they have a
 floor alone.
 """

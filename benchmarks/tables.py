@@ -179,7 +179,8 @@ def main() -> None:
     ]
     heads = ("floor", "predicted", "measured")
     contexts = [f"{row['context'] >> 10}K, {what}" for row in methods["full"] for what in heads]
-    table("Step on an H200, ms (`gpu_predictions.json`, `gpu.json`, `gpu_methods.json`)", ["method", *contexts], predicted)
+    title = "Step on an H200, ms (`gpu_predictions.json`, `gpu.json`, `gpu_methods.json`)"
+    table(title, ["method", *contexts], predicted)
     layers = []
     for each in json.loads((RESULTS / "gpu_layers.json").read_text())["parts"]["layers"]["rows"]:
         own = [one for one in each["layer"] if one["kernel"].startswith("_") and one["us"] >= LONG]

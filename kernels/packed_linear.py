@@ -380,11 +380,11 @@ def _rearranged(packed: Tensor, packing: Packing) -> Tensor:
     """Bring the fields of rows [.., nbytes of a row] into the order of the other layout."""
     fields = _DEALT[packing.name].fields
     if not packing.by_field:
-        blocks = packed.unflatten(-1, (-1, packing.nbytes))
+        blocks = torch.unflatten(packed, -1, (-1, packing.nbytes))
         return torch.cat([blocks[..., start:stop].flatten(-2) for start, stop in fields], -1)
     count = packed.shape[-1] // packing.nbytes
-    parts = packed.split([count * (stop - start) for start, stop in fields], -1)
-    found = {start: part.unflatten(-1, (count, -1)) for (start, _), part in zip(fields, parts, strict=True)}
+    parts = torch.split(packed, [count * (stop - start) for start, stop in fields], -1)
+    found = {start: torch.unflatten(part, -1, (count, -1)) for (start, _), part in zip(fields, parts, strict=True)}
     return torch.cat([found[start] for start in sorted(found)], -1).flatten(-2)
 
 
@@ -451,7 +451,8 @@ def _four_words(
     """Load four neighbours, at once if possible."""
     if WORD == 4:
         four = tl.load(place[:, :, :, None] + tl.arange(0, 4), mask=mask[:, :, :, None], other=0)
-        return _in_four(four.to(tl.uint32, bitcast=True))
+        a, b, c, d = _in_four(four.to(tl.uint32, bitcast=True))
+        return a, b, c, d
     step: tl.constexpr = 4 // WORD
     a, b = _word(place, mask, WORD), _word(place + step, mask, WORD)
     return a, b, _word(place + 2 * step, mask, WORD), _word(place + 3 * step, mask, WORD)
@@ -565,7 +566,7 @@ def _number(word: tl.tensor, by: tl.tensor, BITS: tl.constexpr, PLACE: tl.conste
 
 
 @jit
-def _four_levels(
+def _words_of_four(
     a: tl.tensor,
     b: tl.tensor,
     c: tl.tensor,
@@ -667,7 +668,7 @@ def _unpack_kernel(
         a, b, c, d, e, f, g, h = _words(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD, WORD)
         scale, more = _scale(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD)
         for four in tl.static_range(EACH // 4):
-            word, upper = _four_levels(a, b, c, d, e, f, g, h, four)
+            word, upper = _words_of_four(a, b, c, d, e, f, g, h, four)
             first = _level(word, upper, scale, s, 4 * four, FORM)
             second = _level(word, upper, scale, s, 4 * four + 1, FORM)
             third = _level(word, upper, scale, s, 4 * four + 2, FORM)
@@ -717,7 +718,7 @@ def _packed_gemv_kernel(
             part = tl.zeros((THREADS, ROWS, M_BLOCK), tl.float32)
             whole = tl.zeros((THREADS, 1, M_BLOCK), tl.float32)
             for four in tl.static_range(EACH // 4):
-                word, upper = _four_levels(a, b, c, d, e, f, g, h, four)
+                word, upper = _words_of_four(a, b, c, d, e, f, g, h, four)
                 place = (x + m * columns + begin + s * 32 + four * 4)[:, :, :, None] + tl.arange(0, 4)
                 numbers = tl.load(place, mask=given[:, :, :, None], other=0.0).to(tl.float32)
                 x0, x1, x2, x3 = _in_four(numbers)

@@ -239,8 +239,7 @@ _KERNEL_PHASES = {
     **dict.fromkeys(("_attend_kernel", "_append_kernel", "_move_kernel", "_tile_kernel"), "attention"),
     "_silu_kernel": "mlp",
 }
-BY_PLACE: tuple[str, ...] = ("_norm_kernel", "_add_norm_kernel", "_rotate_kernel", "_unpack_kernel")
-BY_PLACE += ("_packed_gemv_kernel", "_packed_gemm_kernel")
+BY_PLACE = ("_norm_kernel", "_add_norm_kernel", "_rotate_kernel", "_unpack_kernel", "_packed_gemv_kernel")
 """Triton kernels of several phases: products have their order, others go with what ran before them."""
 _RETRIEVAL = ("correction", "score", "select", "recall", "offload")
 _PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma", re.IGNORECASE)

@@ -156,6 +156,6 @@ def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     vocab = logits.shape[-1]
     parts = min(256, vocab & -vocab)  # so many, of equal size
-    best = logits.unflatten(-1, (parts, -1)).max(-1)
+    best = torch.unflatten(logits, -1, (parts, -1)).max(-1)
     highest, part = best.values.max(-1, keepdim=True)
     return highest, best.indices.gather(-1, part) + part * (vocab // parts)
