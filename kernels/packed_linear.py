@@ -28,7 +28,8 @@ from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_r
 class Packing(NamedTuple):
     """A block format: its name in GGUF files, and the numbers and bytes of a block.
 
-    Files have one block of a row after the other. On a GPU a row has its blocks' bytes `by_field`.
+    Files have one block of a row after the other. On a GPU a row has its blocks' bytes `by_field`, unless weights are
+    streamed: then they are as in the file, which is slower to read.
     """
 
     name: str
@@ -65,6 +66,7 @@ MOST_ROWS = 8
 """Rows of x multiplied at once; for more than twice as many, unpacked tiles are faster."""
 
 TILE = 1 << 20  # numbers unpacked at once on a CPU
+DEVICE_TILE = 1 << 24  # the same on a GPU: 16-bit ones stay in its cache until they are multiplied
 LANES = 16  # numbers per AVX-512 register
 _LOT = 32  # numbers that loops handle at once in formats without blocks
 _AHEAD = 4096  # bytes of prefetch distance
@@ -118,7 +120,8 @@ class PackedWeight(Tensor):
 
     def unpack(self) -> Tensor:
         """Return the plain weight in its dtype."""
-        return _unpacked(self.packed, self.packing, self.dtype)
+        rows = self.packed.reshape(-1, self.packed.shape[-1])  # of all matrices, if there are several
+        return _unpacked(rows, self.packing, self.dtype).view(self.shape)
 
     def laid_out(self, by_field: bool) -> PackedWeight:
         """Return the weight with the bytes of rows by field, as kernels read them best, or by block as in files."""
@@ -126,10 +129,6 @@ class PackedWeight(Tensor):
         if packing == self.packing:
             return self
         return PackedWeight(_rearranged(self.packed, self.packing), packing, self.dtype)
-
-    def as_stored(self) -> Tensor | None:
-        """View the weight in the type it is stored in; None where its numbers are in blocks."""
-        return None if self.packing.size > 1 else self.packed.view(_HALVES[self.packing.name])
 
     @override
     @classmethod
@@ -152,9 +151,11 @@ class PackedWeight(Tensor):
             packed = args[0].packed if function is torch.ops.aten.detach.default else args[0].packed.clone()
             return PackedWeight(packed, args[0].packing, args[0].dtype)
         if function is torch.ops.aten._to_copy.default:
-            dtype, device = kwargs.get("dtype") or args[0].dtype, kwargs.get("device") or args[0].device
-            moved = PackedWeight(args[0].packed.to(device), args[0].packing, dtype)
-            return moved.laid_out(by_field=moved.is_cuda)
+            dtype, device = kwargs.get("dtype") or args[0].dtype, torch.device(kwargs.get("device") or args[0].device)
+            on_device = device.type == "cuda"
+            weight = args[0].laid_out(by_field=True) if on_device and args[0].is_cpu else args[0]  # in memory of the host
+            moved = PackedWeight(weight.packed.to(device), weight.packing, dtype)
+            return moved if on_device else moved.laid_out(by_field=False)
         plain: Any = torch.utils._pytree.tree_map_only
         args, kwargs = plain(PackedWeight, PackedWeight.unpack, (args, kwargs))
         return function(*args, **kwargs)
@@ -176,8 +177,6 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     rows = x.reshape(-1, x.shape[-1])
     if x.requires_grad and torch.is_grad_enabled():  # nothing below supports gradients
         out = rows @ weight.unpack().to(x.dtype).T
-    elif (plain := weight.as_stored()) is not None and plain.dtype == x.dtype:
-        out = functional.linear(rows, plain)
     elif 0 < len(rows) <= 2 * MOST_ROWS and takes(x) and _takes(weight.packed, weight.packing):
         out = torch.cat([_multiply_on_device(part, weight) for part in torch.split(rows, MOST_ROWS)])
     elif 0 < len(rows) <= 2 * MOST_ROWS and suits_loops(weight):
@@ -198,12 +197,12 @@ def packed_linear_ref(x: Tensor, weight: PackedWeight, bias: Tensor | None = Non
 
 def _by_tiles(x: Tensor, weight: PackedWeight) -> Tensor:
     """Multiply x [m, in] by tiles of the weight that are unpacked one after another; return [m, out]."""
-    columns, on_device = x.shape[1], _takes(weight.packed, weight.packing)
-    step = max(_ROWS, (_DEVICE_TILE if on_device else TILE) // columns)
+    columns, at_once = x.shape[1], _takes(weight.packed, weight.packing)  # kernels round while they unpack
+    step = max(_ROWS, (DEVICE_TILE if weight.is_cuda else TILE) // columns)
     if len(weight) <= step:
         return x @ _unpacked(weight.packed, weight.packing, x.dtype).T
     out = x.new_empty(len(x), len(weight))
-    scratch = torch.empty(step, columns, device=x.device, dtype=x.dtype if on_device else torch.float32)
+    scratch = torch.empty(step, columns, device=x.device, dtype=x.dtype if at_once else torch.float32)
     for first in range(0, len(weight), step):
         rows = weight.packed[first : first + step]
         tile = unpack_rows(rows, weight.packing, scratch[: len(rows)])
@@ -333,9 +332,6 @@ _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 _THREADS = 128  # which have a row at once
 _SKINNY = 4  # rows of a weight per program, each thread having its share of all of them
 _UNPACKED = 1  # the same while unpacking
-
-_DEVICE_TILE = 1 << 24
-"""Numbers that a device unpacks at once: 16-bit ones stay in its cache until they are multiplied."""
 
 
 class _Dealt(NamedTuple):

@@ -17,7 +17,7 @@ from kvcli.kernels.packed_linear import MOST_ROWS, PACKINGS, PackedWeight, Packi
 
 READ = 512 << 20  # bytes of different weights before one is read again, far more than a cache holds
 CALLS = 4
-PACKED = ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 PACKED_SHAPE = 14_336, 4096  # of a projection of an MLP
 PROMPT = 1024  # rows of a piece of a prompt
 
@@ -29,7 +29,7 @@ def packed(setting: Setting, found: Found) -> Iterator[Rows]:
     a weight that no cache holds.
     """
     for name in PACKED:
-        rows = (1, MOST_ROWS + 1 if setting.smoke else PROMPT)
+        rows = (1, MOST_ROWS, 2 * MOST_ROWS + 1 if setting.smoke else PROMPT)
         missing = [m for m in rows if not found.has(f"{name}, {m} rows")]
         if missing:
             yield from against_unpacked(PACKINGS[name], missing, setting)

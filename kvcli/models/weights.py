@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from kvcli.errors import usage_error
-from kvcli.kernels.packed_linear import PACKINGS, TILE, PackedWeight, Packing
+from kvcli.kernels.packed_linear import DEVICE_TILE, PACKINGS, TILE, PackedWeight, Packing
 
 
 def quantise(model: PreTrainedModel, form: WeightForm, dtype: torch.dtype) -> None:
@@ -293,7 +293,11 @@ class PackedForm(WeightForm):
 
     @override
     def beside(self, weights: int, numbers: int, device: torch.device, itemsize: int) -> int:
-        return 0 if self.widened else min(weights, TILE) * (4 if itemsize == 4 else 4 + itemsize)
+        if self.widened:
+            return 0
+        if device.type == "cuda":  # kernels round while they unpack
+            return min(weights, DEVICE_TILE) * itemsize
+        return min(weights, TILE) * (4 if itemsize == 4 else 4 + itemsize)
 
 
 @dataclass(frozen=True)

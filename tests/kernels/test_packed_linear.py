@@ -190,4 +190,6 @@ def test_rows_by_field_have_the_same_numbers(name):
     x = noise(3, COLUMNS)
     assert error(functional.linear(x, moved), x.double() @ wide.T) < 1e-6
     several = PackedWeight(torch.stack((weight.packed, weight.packed.flip(0))), weight.packing, torch.float32)
-    assert torch.equal(several.laid_out(by_field=True)[1].unpack(), wide.flip(0).float())
+    for each in (several, several.laid_out(by_field=True)):
+        assert torch.equal(each[1].unpack(), wide.flip(0).float())
+        assert torch.equal(each.unpack(), torch.stack((wide, wide.flip(0))).float())

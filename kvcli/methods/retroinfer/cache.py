@@ -212,8 +212,8 @@ class ClusteredTokenCache(TokensOnHost):
     @override
     def rows_in_order(self) -> Tensor | None:
         """View the steady zone, until the next token lets the first ones be clustered."""
-        clusters = self.index.tokens or self.waiting_tokens + 1 == self.index.clustering.update
-        return None if clusters or self.length == self.near.kv.shape[2] else self.near.kv
+        clustered = self.index.tokens > 0 or self.waiting_tokens + 1 == self.index.clustering.update
+        return None if clustered else self.near.kv
 
     @override
     def take_row(self) -> int:
