@@ -152,8 +152,9 @@ class PackedWeight(Tensor):
             return PackedWeight(packed, args[0].packing, args[0].dtype)
         if function is torch.ops.aten._to_copy.default:
             dtype, device = kwargs.get("dtype") or args[0].dtype, torch.device(kwargs.get("device") or args[0].device)
-            on_device = device.type == "cuda"
-            weight = args[0].laid_out(by_field=True) if on_device and args[0].is_cpu else args[0]  # in memory of the host
+            on_device, weight = device.type == "cuda", args[0]
+            if on_device and weight.is_cpu:  # laid out in the host's memory, since it takes several times as much
+                weight = weight.laid_out(by_field=True)
             moved = PackedWeight(weight.packed.to(device), weight.packing, dtype)
             return moved if on_device else moved.laid_out(by_field=False)
         plain: Any = torch.utils._pytree.tree_map_only
