@@ -43,6 +43,8 @@ RESULTS = Path(__file__).parent / "results"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcli" / "real_models"
 MAIN = "full,oracle,random,streaming,quest,arkvale,freekv,shadowkv,fier,tokenselect,retroinfer,snapkv,tova"
 PAPERS = "full,streaming,oracle,actqkv,refreekv,yakv,vattention"
+REST = "full,streaming,h2o,raas,lm_infinite,pyramidkv,cake,expected_attention,kvzip,freekv_layer,twilight"
+REST += ",infinigen,loki,magicpig,pariskv,em_llm,infllm,q_llm"
 PAGED = "full,oracle,streaming,fier,shadowkv,retroinfer,freekv"
 DENSE = "full,streaming,oracle,quest,arkvale,freekv,fier,tokenselect,retroinfer,infinigen"
 HELD = ("full", "streaming")
@@ -131,6 +133,7 @@ PLANS = {
     "gemma3-wide": Plan("gemma3", [8192], [512], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
     "gemma3-papers": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=PAPERS),
+    "gemma3-rest": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=REST),
 }
 
 
