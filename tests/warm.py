@@ -18,8 +18,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy.ma  # noqa: F401 - numba asks for it when it sees an array
 import transformers
 import typer.main
+from numba.core.registry import cpu_target
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import kvcli.batch.run
@@ -29,7 +31,7 @@ import kvcli.quality.eval.evaluate
 import kvcli.ui.console
 from kvcli.cli import main
 from kvcli.inputs.profiles import resolve_profile
-from kvcli.methods import own_method_names
+from kvcli.methods import get_method, own_method_names
 from kvcli.methods.card import read_card, setting_names
 
 
@@ -84,11 +86,14 @@ if __name__ == "__main__":
     typer.main.get_params_from_function = cache(typer.main.get_params_from_function)  # half of a short command's time
     typer.main.get_command(kvcli.cli.app.app)
     for name in own_method_names():
-        read_card(name), setting_names(name)
+        read_card(name), setting_names(name), get_method(name)
     resolve_profile()
     _ = transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # loaded when first named
     get_checkpoint_conversion_mapping("llama")  # a thousand patterns, compiled once a process
+    for context in (cpu_target.typing_context, cpu_target.target_context):
+        context.refresh()  # otherwise done for the first loop of every child
     gc.freeze()  # a child neither looks through it nor copies it
     atexit.register(gc.unfreeze)  # libraries report what is never collected as leaks
     with socket.socket(fileno=int(sys.argv[1])) as server:
         serve(server)
+    os._exit(0)  # unloads no library; children do not come here, they end as a command does

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from command import COMMAND, assert_refused, environment
+from command import assert_refused
 from families import EOS, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -49,18 +49,18 @@ def test_a_line_is_a_turn(warm, model, document):
     assert "Traceback" not in result.stderr
 
 
-def test_a_line_that_is_no_text_is_named_and_the_others_are_asked(model, document):
-    lines = "\ufeffwhich fox?\n".encode() + b"which \xff dog?\n" + b"and then?\n"
-    result = subprocess.run(
-        [*COMMAND, "chat", "-m", str(model), str(document), "--max-tokens", "3", "--json"],
-        input=lines,
-        capture_output=True,
-        env=environment(),
-        check=False,
-    )
-    assert [each["question"] for each in json.loads(result.stdout)["sequences"]] == ["which fox?", "and then?"]
-    assert b"line 2 of standard input is not UTF-8 text (byte 6)" in result.stderr
-    assert b"Traceback" not in result.stderr
+def test_a_line_that_is_no_text_is_named_and_the_others_are_asked(warm, model, document, tmp_path):
+    lines = tmp_path / "lines"
+    lines.write_bytes("\ufeffwhich fox?\n".encode() + b"which \xff dog?\n" + b"and then?\n")
+    arguments = ["chat", "-m", model, document, "--max-tokens", 3, "--json"]
+    with (
+        lines.open() as given,
+        warm.start(*arguments, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+    ):
+        stdout, stderr = process.communicate(timeout=60)
+    assert [each["question"] for each in json.loads(stdout)["sequences"]] == ["which fox?", "and then?"]
+    assert "line 2 of standard input is not UTF-8 text (byte 6)" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_how_tokens_are_chosen_can_be_changed(warm, model, document):

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["generate", "--help"], ["methods", "--help"]])
-def test_help(arguments):
-    result = kvcli(*arguments)
+def test_help(warm, arguments):
+    result = warm(*arguments)
     assert result.returncode == 0
     assert "Usage: kvcli" in result.stdout
     assert result.stderr == ""
@@ -162,18 +162,18 @@ def test_bad_input_is_refused_before_the_heavy_libraries_are_loaded():
 
 
 @pytest.mark.parametrize(("name", "value"), [("KVCLI_MAX_TOKENS", "lots"), ("KVCLI_TEMPERATURE", "-1")])
-def test_the_variable_that_a_bad_value_came_from_is_named(name, value):
-    result = kvcli("generate", "-p", "x", **{name: value})
+def test_the_variable_that_a_bad_value_came_from_is_named(warm, name, value):
+    result = warm("generate", "-p", "x", **{name: value})
     assert_refused(result, ExitCode.USAGE, value)
     assert f"{name}={value} is set in the environment" in result.stderr
     option = "--" + name.removeprefix("KVCLI_").lower().replace("_", "-")
-    assert name not in kvcli("generate", "-p", " ", option, 1, **{name: value}).stderr
+    assert name not in warm("generate", "-p", " ", option, 1, **{name: value}).stderr
 
 
-def test_a_variable_that_sets_nothing_is_told():
+def test_a_variable_that_sets_nothing_is_told(warm):
     told = "kvcli: the environment variable KVCLI_MODLE sets nothing; did you mean KVCLI_MODEL?\n"
-    assert kvcli("methods", KVCLI_MODLE="x").stderr == told
-    assert kvcli("doctor", "-q", "-o", "none/out", KVCLI_MODLE="x").stderr.startswith("kvcli: error: -o none/out")
+    assert warm("methods", KVCLI_MODLE="x").stderr == told
+    assert warm("doctor", "-q", "-o", "none/out", KVCLI_MODLE="x").stderr.startswith("kvcli: error: -o none/out")
 
 
 def test_shell_completion():
@@ -184,14 +184,14 @@ def test_shell_completion():
     assert completed.stdout.split() == ["freekv", "freekv_layer"]
 
 
-def test_help_tells_the_defaults_that_a_profile_decides():
-    text = " ".join(kvcli("generate", "--help").stdout.split())
+def test_help_tells_the_defaults_that_a_profile_decides(warm):
+    text = " ".join(warm("generate", "--help").stdout.split())
     assert "[default: (full if it is cheap, else freekv)]" in text
     assert "freekv: 2K" in text
 
 
-def test_a_mistyped_option_comes_with_the_nearest():
-    assert "did you mean --budget?" in kvcli("generate", "--bugdet", "2K").stderr
+def test_a_mistyped_option_comes_with_the_nearest(warm):
+    assert "did you mean --budget?" in warm("generate", "--bugdet", "2K").stderr
 
 
 def failing(error):

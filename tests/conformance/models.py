@@ -147,9 +147,12 @@ _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 
 _GEMMA3 = {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "layer_types": _alternating(*[_SLIDING] * 3, _FULL)}
 
 
-def _with_vision(name: str, text: PreTrainedConfig, vision: dict[str, object], **extra: object) -> PreTrainedConfig:
+def _with_vision(
+    name: str, text: PreTrainedConfig | dict[str, object], vision: dict[str, object], **extra: object
+) -> PreTrainedConfig:
     """Make the config of a model that also takes images, with the text side `text`."""
-    extra |= {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": False}
+    text = text if isinstance(text, dict) else text.to_dict()
+    extra |= {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
     return getattr(transformers, name)(**extra)
 
 
@@ -286,7 +289,7 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_SHARED,
     ),
 }
-"""Models of other kinds than `FAMILIES`: every method runs on each once."""
+"""Models of other kinds than `FAMILIES`: some methods run on each every time, and all of them on demand."""
 
 # So many heads that no two tokens score the same: what lies below zero in all of them scores nothing, and ties are
 # broken by chance.
@@ -314,13 +317,10 @@ SELECTING: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm_moe_dsa": lambda: config_of("GlmMoeDsaConfig", **EXPERTS, **LATENT, **_INDEX, **_SHARED_INDEX, q_lora_rank=24),
     "axk2": lambda: config_of("AXK2Config", **EXPERTS, **LATENT, **_INDEX, q_lora_rank=24),
     "hy_v4": lambda: config_of("HYV4Config", **_HY_V4),
-    "hy_v4_images": lambda: transformers.HYV4VLConfig(
-        text_config={
-            **config_of("HYV4Config", **_HY_V4).to_dict(),
-            "model_type": "hy_v4_vl_text",
-            "rope_parameters": _HY_V4_AXES,
-        },
-        tie_word_embeddings=False,
+    "hy_v4_images": lambda: _with_vision(
+        "HYV4VLConfig",
+        {**config_of("HYV4Config", **_HY_V4).to_dict(), "model_type": "hy_v4_vl_text", "rope_parameters": _HY_V4_AXES},
+        {**_VISION, "num_key_value_heads": 2, "out_hidden_size": HIDDEN},
     ),
     "mistral_large4": lambda: _with_vision(
         "MistralLarge4Config",

@@ -11,7 +11,7 @@ from kvcli.runtime.conversation import Conversation, NewTurn
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 
-TOKENS = 12
+TOKENS = 6
 SMALL = {"budget": 48, "sink": 8, "window": 8, "page_size": 8, "dense_layers": 1, "prefill_window": 20, "rank": 12}
 SMALL |= {"chunk": 4, "outliers": 2, "local": 1}
 SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)

@@ -19,7 +19,7 @@ from kvcli.runtime.prefill import Branches
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.timeline import Timeline
 
-PROMPT, STEPS, CHUNK = 75, 18, 30
+PROMPT, STEPS, CHUNK = 75, 12, 30
 
 
 def prompt(seed, length=PROMPT):
@@ -90,7 +90,7 @@ def test_prompts_that_begin_alike_part_and_forks_go_their_ways(hybrid):
 
 def test_over_slots_and_in_pieces_states_go_on_as_in_the_blocking_pipeline(hybrid):
     model, _ = hybrid
-    given = model, "freekv", settings("freekv", SMALL), [prompt(4), prompt(5, 31)], STEPS
+    given = model, "freekv", settings("freekv", SMALL), [prompt(4), prompt(5, 41)], STEPS
     blocking, slots, pieces = (
         [sequence.token_ids for sequence in run(*given, chunk=CHUNK, **pipeline)]
         for pipeline in (

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,21 +90,32 @@ def cut_off(checkpoint, directory, watcher, **options):
     return keep
 
 
-SAMPLED = {"temperature": 0.9, "num_samples": 2, "seed": 3, "repetition_penalty": 1.3}
+WAYS = {"greedy": {}, "sampled": {"temperature": 0.9, "num_samples": 2, "seed": 3, "repetition_penalty": 1.3}}
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """The report of a run that is not cut off, and who watched it."""
+
+    @cache
+    def run(way):
+        watcher = Watcher()
+        return generate(ModelSpec(checkpoint), asked(**WAYS[way]), watcher), watcher
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("watcher", [{"at_prefill": 2}, {"at_step": 2}, {"at_step": 15}], ids=str)
-def test_goes_on_as_if_it_had_not_been_cut_off(checkpoint, tmp_path, watcher, sampling):
+def test_goes_on_as_if_it_had_not_been_cut_off(checkpoint, whole, tmp_path, watcher, way):
     """Several prompts and samples, at two places one after the other."""
-    whole = Watcher()
-    expected = generate(ModelSpec(checkpoint), asked(**sampling), whole)
-    keep = cut_off(checkpoint, tmp_path / "kept", Watcher(**watcher), **sampling)
+    expected, watched = whole(way)
+    keep = cut_off(checkpoint, tmp_path / "kept", Watcher(**watcher), **WAYS[way])
     with pytest.raises(CutOff):
         resume(keep, Watcher(at_step=TOKENS - 2))
     last = Watcher()
     assert outcome(resume(keep, last)) == outcome(expected)
-    assert last.texts == whole.texts
+    assert last.texts == watched.texts
 
 
 def test_what_a_sparse_prefill_left_out_is_known_after_it(checkpoint, tmp_path):
@@ -153,9 +165,9 @@ def test_loses_no_more_than_the_steps_since_the_last_writing(checkpoint, tmp_pat
     assert tokens[-1].start + len(tokens[-1].values) in range(15 - EVERY, 16)
 
 
-def test_a_run_that_was_cut_off_at_once_begins_anew(checkpoint, tmp_path):
+def test_a_run_that_was_cut_off_at_once_begins_anew(checkpoint, whole, tmp_path):
     keep = cut_off(checkpoint, tmp_path, Watcher(at_prefill=1))
-    assert outcome(resume(keep, Watcher())) == outcome(generate(ModelSpec(checkpoint), asked(), Watcher()))
+    assert outcome(resume(keep, Watcher())) == outcome(whole("greedy")[0])
 
 
 def test_a_finished_run_shows_its_text_and_keeps_no_state(checkpoint, tmp_path):
@@ -168,7 +180,7 @@ def test_a_finished_run_shows_its_text_and_keeps_no_state(checkpoint, tmp_path):
     assert not list(tmp_path.glob("segment*")) + list(tmp_path.glob("changing*"))
 
 
-def test_ctrl_c_keeps_what_can_be_gone_on_with(checkpoint, tmp_path):
+def test_ctrl_c_keeps_what_can_be_gone_on_with(checkpoint, whole, tmp_path):
     class Interrupted(Watcher):
         def step(self, done, total):
             if done == 10:
@@ -178,7 +190,7 @@ def test_ctrl_c_keeps_what_can_be_gone_on_with(checkpoint, tmp_path):
     report = generate(ModelSpec(checkpoint), asked(Keep(tmp_path, EVERY)), watcher)
     assert report.sequences[0].finish_reason == "interrupted"
     assert f"--resume {tmp_path}" in watcher.notices[-1]
-    assert outcome(resume(Keep(tmp_path), Watcher())) == outcome(generate(ModelSpec(checkpoint), asked(), Watcher()))
+    assert outcome(resume(Keep(tmp_path), Watcher())) == outcome(whole("greedy")[0])
 
 
 def test_another_model_or_tokenizer_is_refused(checkpoint, tmp_path):

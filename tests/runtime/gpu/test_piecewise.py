@@ -7,6 +7,7 @@ from families import VOCAB, of_this_version, tiny_model
 from replayed import Replayed
 from stated import settings, variants
 
+from kvcli.conformance.crossed import crossed
 from kvcli.kernels import _numba
 from kvcli.methods.card import BLOCKING, PIECEWISE, gpu_step_of
 from kvcli.runtime.decode import BlockingStepper
@@ -30,7 +31,7 @@ def test_steps_in_pieces_are_those_of_the_blocking_pipeline(name, switch, monkey
         recorders.append(Replayed())
         return PiecewiseStepper(hook, sequences, rope, recorder=recorders[0])
 
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=3)
     free = run(model, name, wanted, prompts(), STEPS)
     stop = next(token for token in free[0].token_ids[2:] if all(token not in each.token_ids for each in free[1:]))
     case = (model, name, wanted, prompts(), STEPS)
@@ -64,12 +65,15 @@ LOOKING = ("deepseek_v4", "glm5_next", "qwen4_exp")
 """Families whose modules look at numbers to select."""
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa", "minimax_m3"])
+@pytest.fixture(scope="module")
 def selecting(request):
     return tiny_model(request.param)
 
 
-@pytest.mark.parametrize("name", ["full", "native"])
+INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3")
+
+
+@pytest.mark.parametrize(("selecting", "name"), crossed(INDEXED, ["full", "native"]), indirect=["selecting"])
 def test_layers_that_select_do_so_within_pieces(selecting, name, monkeypatch):
     """One sequence ends early, and no index key of the others is written anywhere but in its place."""
     monkeypatch.setattr(_numba, "numba", None)

@@ -7,6 +7,7 @@ import torch
 from fake_cuda import Watch, fake_cuda, method_on_fake_cuda, on_fake_cuda, parts_on_fake_cuda
 from families import of_this_version
 
+from kvcli.conformance.crossed import crossed
 from kvcli.conformance.models import tiny_model
 from kvcli.conformance.runs import in_memory
 from kvcli.conformance.test_method import SMALL, prompt, settings
@@ -86,8 +87,7 @@ class Watched:
         self.pieces += 1
 
 
-@pytest.mark.parametrize("name", ["full", "native"])
-@pytest.mark.parametrize("kind", SELECTING)
+@pytest.mark.parametrize(("kind", "name"), crossed(SELECTING, ["full", "native"]))
 def test_what_a_model_selects_by_can_be_captured_in_pieces(kind, name, monkeypatch):
     """Index keys are written, tokens scored and chosen without a number that the host knows."""
     model = tiny_model(of_this_version(kind)).to(torch.bfloat16)
