@@ -1,5 +1,7 @@
 """Linear layers one after another in one loop, against torch in float64."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from kvcli.kernels.softmax import Softmax
 pytestmark = pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
 
 D = 64
+seldom = partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def noise(*shape, seed=0):
@@ -99,10 +102,13 @@ def cache_of(kv_heads, d, held, capacity):
     return kv
 
 
+# Loops are compiled for group and d, which takes seconds.
+SHAPES = [(2, 1, 16, None), (8, 3, 20, 2.0)]
+SHAPES += [seldom(1, 1, 16, None), seldom(3, 3, 64, None), seldom(8, 2, 20, 2.0), seldom(5, 3, 80, None)]
+
+
 @pytest.mark.parametrize("held", [0, 1, 6, 1023, 1024, 2500])
-@pytest.mark.parametrize(
-    ("group", "kv_heads", "d", "softcap"), [(1, 1, 16, None), (3, 3, 64, None), (8, 2, 20, 2.0), (5, 3, 80, None)]
-)
+@pytest.mark.parametrize(("group", "kv_heads", "d", "softcap"), SHAPES)
 def test_attention_appends_and_reads_everything(group, kv_heads, d, softcap, held):
     softmax = Softmax(d**-0.5, softcap)
     chain, _ = attending(group, kv_heads, d, softmax)
@@ -138,8 +144,8 @@ def test_attentions_of_several_layers_have_their_own_tokens():
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_any_number_of_threads_gives_the_same(threads, monkeypatch):
     """Also more than there are: a thread takes what nobody has taken."""
-    chained, _ = attending(3, 3, 64)
-    x, kv = noise(1, D), cache_of(3, 64, 3000, 3001)
+    chained, _ = attending(8, 3, 20)
+    x, kv = noise(1, D), cache_of(3, 20, 3000, 3001)
     expected = chained(x, tokens=[Tokens(kv, 3001)])
     use = chain.use_threads
     monkeypatch.setattr(chain, "use_threads", lambda numbers: (use(numbers), threads)[1])

@@ -70,12 +70,13 @@ def among_poison(x):
 
 
 # Hk, G, d, n. Loops are compiled for G and d, which takes seconds: few pairs have their turn in every run, one of them
-# that of the tiny models.
-SHAPES = [(2, 3, 5, 1), (2, 3, 5, 7), (3, 8, 33, 1025), (1, 2, 16, 2051)]
+# that of the tests of methods.
+SHAPES = [(2, 3, 16, 1), (2, 3, 16, 7), (3, 8, 33, 1025), (1, 3, 16, 2051)]
 SHAPES += [seldom(1, 1, 1, 1), seldom(2, 2, 13, 90), seldom(2, 1, 80, 4), seldom(1, 2, 64, 2051)]
+SHAPES += [seldom(2, 3, 5, 1), seldom(2, 3, 5, 7)]
 
 
-@pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
+@pytest.mark.parametrize(("heads", "group", "d", "n"), [*SHAPES[:-2], (2, 3, 5, 1), (2, 3, 5, 7)])
 def test_products_are_those_of_float64(heads, group, d, n):
     q, k = noise(heads, group, d), among_poison(noise(heads, n, d, seed=1))
     exact = q.double() @ k.double().transpose(1, 2)
@@ -98,7 +99,7 @@ def test_attention_with_few_rows(heads, group, d, n):
 
 @pytest.mark.parametrize("n", [7, 1024, 1040, 2051])
 def test_rows_of_scores_lie_in_different_sets_of_a_cache(n, monkeypatch):
-    q, k, v = noise(1, 2, 16), noise(1, n, 16, seed=1), noise(1, n, 16, seed=2)
+    q, k, v = noise(1, 3, 16), noise(1, n, 16, seed=1), noise(1, n, 16, seed=2)
     found = []
     for room in (attention.rows_apart, lambda like, shape: like.new_empty(shape)):
         monkeypatch.setattr(attention, "rows_apart", room)
@@ -142,7 +143,7 @@ def test_keys_and_values_whose_heads_lie_side_by_side(heads, group, d, n):
 def test_sets_of_tokens_are_attended_to_as_if_they_were_one(threads, monkeypatch):
     """Rows anywhere, heads side by side, keys narrower values, queries of their own, scores that are known."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    heads, group, d, wide = 2, 2, 24, 64
+    heads, group, d, wide = 2, 3, 8, 16
     q, other_q, softmax = noise(heads, group, d), noise(heads, group, d, seed=9), Softmax(0.3)
     near_k, near_v = among_poison(noise(heads, 1500, d, seed=1)), among_poison(noise(heads, 1500, wide, seed=2))
     far_k, far_v = (noise(3000, heads, size, seed=3).transpose(0, 1) for size in (d, wide))
@@ -165,7 +166,7 @@ def test_sets_of_tokens_are_attended_to_as_if_they_were_one(threads, monkeypatch
 
 
 def test_who_attends_to_nobody_gets_zeros():
-    q, k, v = noise(1, 2, 16), noise(1, 5, 16, seed=1), noise(1, 5, 16, seed=2)
+    q, k, v = noise(1, 3, 16), noise(1, 5, 16, seed=1), noise(1, 5, 16, seed=2)
     out, lse, *_ = attention.attend([TokenSet(q, k, v, valid=torch.zeros(1, 5, dtype=torch.bool))], Softmax(1.0))
     assert out.eq(0).all()
     assert lse.eq(-math.inf).all()
@@ -184,7 +185,7 @@ def test_attention_to_what_is_not_finite_is_not_finite():
     for poison in (math.nan, math.inf):
         k, v = noise(1, 9, 16, seed=1), noise(1, 9, 16, seed=2)
         k[0, 3, 2] = poison
-        out, *_ = attention.attend([TokenSet(torch.ones(1, 2, 16), k, v)], Softmax(1.0))
+        out, *_ = attention.attend([TokenSet(torch.ones(1, 3, 16), k, v)], Softmax(1.0))
         assert not out.isfinite().any()
 
 
@@ -269,7 +270,7 @@ def test_rotations_of_rows(pairs):
 def test_what_is_not_finite_stays_so():
     k = torch.ones(1, 8, 16)
     k[0, 3, 1], k[0, 5, 2] = math.nan, math.inf
-    found = gemv.products(torch.ones(1, 2, 16), k)[0, 0]
+    found = gemv.products(torch.ones(1, 3, 16), k)[0, 0]
     assert found[3].isnan()
     assert found[5] == math.inf
     assert found[[0, 1, 2, 4, 6, 7]].tolist() == [16.0] * 6
@@ -323,7 +324,9 @@ def neighbours(x, cos, sin):
 
 
 @pytest.mark.parametrize("turn", [halves, neighbours, None])
-@pytest.mark.parametrize(("d", "wide"), [(16, 16), (7, 4), seldom(4, 4), seldom(32, 4)])  # alone, others behind them
+@pytest.mark.parametrize(  # alone, others behind them
+    ("d", "wide"), [(20, 20), (20, 4), seldom(16, 16), seldom(7, 4), seldom(4, 4), seldom(32, 4)]
+)
 @pytest.mark.parametrize(("size", "rank", "count"), [(1, 3, 1), (3, 8, 9), (8, 21, 40)])
 def test_keys_are_rebuilt_in_their_slots_and_nothing_else_is_touched(turn, d, wide, size, rank, count):
     a, b = noise(60, size, rank), noise(3, rank, d, seed=1)
@@ -455,8 +458,13 @@ def test_a_few_keys_are_encoded_as_many_are(heads, d, n, monkeypatch):
     torch.testing.assert_close(weights, exact, atol=1e-6, rtol=1e-5)
 
 
+# Compiled for d and for the way of looking up: each has its turn.
+LOOKED_UP = [(False, 3, 24, 1100), (True, 1, 200, 90), seldom(True, 3, 24, 1100), seldom(False, 1, 200, 90)]
+LOOKED_UP += [seldom(way, *shape) for way in (False, True) for shape in ((1, 5, 1), (2, 64, 300))]
+
+
 @pytest.mark.usefixtures("looked_up")
-@pytest.mark.parametrize(("heads", "d", "n"), [seldom(1, 5, 1), (3, 24, 1100), seldom(2, 64, 300), (1, 200, 90)])
+@pytest.mark.parametrize(("looked_up", "heads", "d", "n"), LOOKED_UP, indirect=["looked_up"])
 def test_products_of_four_bit_keys_where_they_lie(heads, d, n, monkeypatch):
     turn = rotation(d, 0, torch.device("cpu"))
     _, *own = encode_keys(noise(heads, n, d), turn)
@@ -512,7 +520,7 @@ def test_pages_are_brought_to_their_heads_slots_and_nowhere_else(heads, n, size,
 
 
 def test_without_numba_torch_does_the_same(monkeypatch):
-    q, k, v = noise(4, 16), noise(2, 3000, 16, seed=1), noise(2, 3000, 16, seed=2)
+    q, k, v = noise(6, 16), noise(2, 3000, 16, seed=1), noise(2, 3000, 16, seed=2)
     softmax = Softmax(0.25)
     by_loops = decode_attention(q, k, v, softmax), token_scores(q, k, 0.25)
     monkeypatch.setattr(_numba, "numba", None)
@@ -545,9 +553,10 @@ def test_what_is_small_is_left_to_torch(monkeypatch):
     assert gemv.suits(noise(2, 4), noise(4, 4))
 
 
-TO_BYTES = [((2, 3, 12, 5), held) for held in QUANTISED] + [((2, 4, 96, 514), "k8v4")]
+# These loops, too, are compiled for d, and for the format.
+TO_BYTES = [((2, 3, 16, 5), held) for held in QUANTISED] + [((2, 4, 96, 514), "k8v4")]
 TO_BYTES += [seldom((2, 4, 96, 514), held) for held in ("int8", "int4")]
-TO_BYTES += [seldom(shape, held) for shape in ((1, 1, 2, 1), (3, 8, 64, 1025)) for held in QUANTISED]
+TO_BYTES += [seldom(shape, held) for shape in ((1, 1, 2, 1), (2, 3, 12, 5), (3, 8, 64, 1025)) for held in QUANTISED]
 
 
 @pytest.mark.parametrize(("shape", "held"), TO_BYTES)

@@ -30,12 +30,14 @@ from kvcli.models.loading import ModelSpec, fingerprint, load_model, locate, ope
 from kvcli.models.place import find
 
 CPU = {"device": "cpu"}
+# Loops are compiled for the size of a head and its queries, which takes seconds: for these they are anyway.
+SMALL_HEADS = {"head_dim": 16, "num_attention_heads": 16, "num_key_value_heads": 8}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A file of a model of Llama's architecture, with the model that has the file's numbers."""
-    model = tiny("llama")
+    model = tiny("llama", **SMALL_HEADS)
     return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model, "Q4_0", {"token_embd": "Q8_0"}), model
 
 
@@ -477,7 +479,7 @@ def test_a_tensor_that_is_missing_strange_or_of_another_shape_is_refused(tmp_pat
 
 
 def test_experts_stay_packed_and_a_step_multiplies_by_those_chosen(warm, document, tmp_path):
-    model = tiny("qwen3_moe")
+    model = tiny("qwen3_moe", **SMALL_HEADS)
     path = write(tmp_path / "model.gguf", model, "Q8_0", {"down_exps": "Q5_1", "gate_inp": "F32"})
     loaded = load_model(ModelSpec(str(path), **CPU))
     ids_of = torch.randint(0, VOCAB, (1, 5), generator=torch.Generator().manual_seed(1))
@@ -570,7 +572,7 @@ def test_generate_gives_what_the_model_gives_from_safetensors(method, warm, whol
 
 def test_a_text_ends_where_the_file_says(warm, document, tmp_path):
     """One of two tokens is the likeliest, whatever the prompt: both end a turn, and the file names one of them."""
-    model = tiny("llama", tie_word_embeddings=False)
+    model = tiny("llama", **SMALL_HEADS, tie_word_embeddings=False)
     model.lm_head.weight.data[:] = 0
     model.lm_head.weight.data[256], model.lm_head.weight.data[258] = 1.0, -1.0
     path = write(tmp_path / "model.gguf", model, "F32")
