@@ -406,7 +406,7 @@ class MethodOptions:
     method: str | None = METHOD(
         None,
         *("--method", "NAME", "KV-cache method; see kvcli methods."),
-        show="full if it is cheap, else freekv",
+        show="full if it fits, else retroinfer",
         complete=complete_methods,
     )
     profile: str | None = METHOD(

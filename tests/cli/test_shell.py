@@ -15,6 +15,7 @@ from command import COMMAND, MODULE, assert_refused, environment, kvcli
 from kvcli import __version__
 from kvcli.cli.guard import BROKEN_PIPE, as_kvcli_error, run
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.inputs.profiles import DEFAULT_PROFILE
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,7 +187,7 @@ def test_shell_completion():
 
 def test_help_tells_the_defaults_that_a_profile_decides(warm):
     text = " ".join(warm("generate", "--help").stdout.split())
-    assert "[default: (full if it is cheap, else freekv)]" in text
+    assert f"[default: (full if it fits, else {DEFAULT_PROFILE})]" in text
     assert "freekv: 2K" in text
 
 
