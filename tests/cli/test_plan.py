@@ -4,6 +4,8 @@ import pytest
 from command import assert_refused
 from families import tiny_checkpoint
 
+from kvcli.inputs.profiles import DEFAULT_PROFILE
+
 SHORT = ("--context", "600,1200", "--max-tokens", "16")
 OTHER = ("--device-memory", "8GiB", "--host-memory", "64GiB")
 RATES = ("--bandwidth", "1TB", "--bus", "20GB", "--compute", "100")
@@ -148,6 +150,12 @@ def test_a_broken_config_is_named(warm, tmp_path):
     assert result.returncode in (1, 2)
     assert str(tmp_path) in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_advice_tries_what_is_taken_if_nothing_is_named(warm):
+    place = ("--gpu", "rtx-4090", "--host-memory", "64GiB", "--context", "128K")
+    found = json.loads(warm("plan", "-m", "llama-3.1-8b", "--advise", *place, "--json").stdout)
+    assert {each["profile"]["method"] for each in found["plans"]} >= {DEFAULT_PROFILE, "full", "offload"}
 
 
 def test_advice_is_the_most_exact_form_that_fits_and_how_to_run_it(warm):

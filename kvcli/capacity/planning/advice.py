@@ -20,10 +20,10 @@ from kvcli.inputs.profiles import Profile, resolve_profile
 from kvcli.kernels.quant import KVDtype
 from kvcli.memory.disk_tier import DiskTier
 
-MOST = 5
+MOST = 6
 """Settings to show."""
 
-METHODS = ("full", "freekv", "shadowkv", "quest", "offload")
+METHODS = ("full", "retroinfer", "freekv", "shadowkv", "quest", "offload")
 """Methods to try if none is named."""
 
 
