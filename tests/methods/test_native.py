@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -92,7 +93,11 @@ def recalling(sequence):
     return [layer for layer in selecting(sequence) if sequence.method.retrieval[layer].pool is not None]
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("full", 30), ("native", 7), ("native", 30), ("native", 400)])
+CHUNKS = [("full", 30), *(("native", chunk) for chunk in (7, 30, 400))]
+CHUNKS += [pytest.param("full", chunk, marks=pytest.mark.exhaustive) for chunk in (7, 400)]
+
+
+@pytest.mark.parametrize(("name", "chunk"), CHUNKS)
 def test_token_for_token_what_transformers_generates(family, name, chunk, monkeypatch):
     monkeypatch.setattr(own_selection, "SCORES_AT_ONCE", 1 << 14)  # a few queries at a time
     model, ids, reference = family
@@ -106,15 +111,25 @@ def test_token_for_token_what_transformers_generates(family, name, chunk, monkey
         assert 0 < attended.max() <= most
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 10, 11, 12, 23, 24, 97])
-def test_borders_of_entries_and_of_the_window(length):
-    """Four tokens make an entry or twelve do, and the window has ten; steps cross all of them."""
+@cache
+def continued(length):
+    """A model, a prompt and what transformers writes after it."""
     model, ids = tiny_model("deepseek_v4"), prompt(length, length)
-    reference = model.generate(torch.tensor([ids]), max_new_tokens=14, do_sample=False, eos_token_id=None)
-    for name, chunk in (("full", 5), ("native", 5), ("native", 12), ("native", 1)):
-        if chunk > 1 or length < 97:
-            (sequence,) = run(model, name, SLOTS[name], [ids], 14, chunk=chunk)
-            assert sequence.token_ids == reference[0, length:].tolist()
+    reference = model.generate(torch.tensor([ids]), max_new_tokens=26, do_sample=False, eos_token_id=None)
+    return model, ids, reference[0, length:].tolist()
+
+
+ENTRIES = [("full", 5), *(("native", chunk) for chunk in (1, 5, 12))]
+ENTRIES += [pytest.param("full", chunk, marks=pytest.mark.exhaustive) for chunk in (1, 12)]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 10, 11, 12, 23, 24, 97])
+@pytest.mark.parametrize(("name", "chunk"), ENTRIES)
+def test_borders_of_entries_and_of_the_window(name, chunk, length):
+    """Four tokens make an entry or twelve do, and the window has ten; steps cross all of them."""
+    model, ids, reference = continued(length)
+    (sequence,) = run(model, name, SLOTS[name], [ids], 26, chunk=chunk)
+    assert sequence.token_ids == reference
 
 
 def test_what_the_device_has_is_not_recalled_again(family):
@@ -206,9 +221,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.exhaustive), "native"])
 def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(model, name, monkeypatch):
     """A prompt four times as long, read in one piece, makes tensors four times as large at most, not sixteen."""
-    at_once = 1 << 19  # bytes; one head's scores of all queries have 1,459,264
-    monkeypatch.setattr(own_selection, "SCORES_AT_ONCE", at_once)
-    monkeypatch.setattr(selected_attention, "AT_ONCE", at_once)
+    monkeypatch.setattr(own_selection, "SCORES_AT_ONCE", 1 << 17)
+    monkeypatch.setattr(selected_attention, "AT_ONCE", 1 << 17)
     found = {}
     for length in (151, 604):
         with engine(in_memory(model), [length + 1]) as ready:
@@ -217,7 +231,7 @@ def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(model, name,
                 ready.prefill(prompt(3, length), [method], chunk=length)
         found[length] = largest.most
     assert not largest.square
-    assert found[604] <= max(4 * found[151], at_once / 4)
+    assert found[604] <= max(4 * found[151], (1 << 17) / 4)
 
 
 def test_scores_are_bounded(monkeypatch):
