@@ -133,7 +133,7 @@ PLANS = {
     "gemma3-wide": Plan("gemma3", [8192], [512], fed=128, stretches=1),
     "gemma3-main": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=MAIN),
     "gemma3-papers": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=PAPERS),
-    "gemma3-rest": Plan("gemma3", [16384], [512], fed=128, stretches=1, methods=REST),
+    "gemma3-rest": Plan("gemma3", [16384, 32512], [512], fed=128, stretches=1, methods=REST),
 }
 
 
