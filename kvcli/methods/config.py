@@ -185,6 +185,12 @@ class HostKVConfig(MethodConfig):
             raise ValueError(f"kv_dtype {self.kv_dtype} does not work with the ablations of host_layout and recall")
         return self
 
+    @model_validator(mode="after")
+    def _union_is_on_the_device(self) -> HostKVConfig:
+        if self.on_host and not self.pooled:
+            raise ValueError("offload has room for one selection a KV head: pooling = none needs offload = false")
+        return self
+
     @property
     @override
     def on_host(self) -> bool:

@@ -156,6 +156,7 @@ WAITING = {
     "magicpig",
     "offload",
     "pariskv",
+    "quest",
     "retroinfer",
     "shadowkv",
     "vattention",

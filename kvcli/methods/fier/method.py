@@ -143,12 +143,6 @@ class FIERConfig(HostKVConfig, TokenConfig):
             raise ValueError(f"group, sink and window must be multiples of page {self.page}")
         return self
 
-    @model_validator(mode="after")
-    def _union_is_on_the_device(self) -> FIERConfig:
-        if self.offload and self.pooling == "none":
-            raise ValueError("offload has room for one selection a KV head: pooling = none needs offload = false")
-        return self
-
 
 class FIER(Method[FIERConfig, TokenCache[OneBitIndex]]):
     """Selects single tokens anew at every step."""

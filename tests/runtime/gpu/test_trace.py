@@ -35,6 +35,7 @@ BUDGET = {
     "offload": (3, 0),
     "pyramidkv": (1, 0),
     "quest": (3, 0),
+    "quest-offload": (3, 0),
     "raas": (2, 0),
     "raas-contested": (4, 2),
     "refreekv": (1, 0),
