@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from kvcli.kernels import page_table
 from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
+from kvcli.kernels.group_pooling import HeadPooling, pool_queries, pool_scores
 from kvcli.kernels.page_table import EMPTY, Misses, SlotLayout, distinct
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
@@ -26,6 +27,7 @@ from kvcli.kv.cache import DenseCache, LayerCache, LayerSlots, Tiers, both, toke
 from kvcli.kv.pages import kv_heads, take
 from kvcli.kv.sliding import SlidingCache
 from kvcli.memory.host_pool import DiskPagePool, HostPagePool, page_pool
+from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.sizes import slices
 
@@ -228,7 +230,7 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
         return super().footprint() + Footprint(device=self.index.nbytes())
 
 
-# Tokens whose keys are rotated to their axes at once; bounds the fp32 copies.
+# Tokens whose keys are put in other coordinates at once; bounds the fp32 copies.
 PIECE = 4096
 
 
@@ -333,6 +335,52 @@ class PrincipalAxesCache(ChannelScoredCache):
     @override
     def footprint(self) -> Footprint:
         return super().footprint() + Footprint(device=nbytes(self.axes))
+
+
+class PartialKeyIndex(TokenIndex):
+    """Scores tokens by a few columns of their keys: `keys` [Hk, capacity, c], the full keys times `basis` [Hk, d, c].
+
+    Both are on the device. The method sets the basis before the first token is stored.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, columns: int, capacity: int, tiers: Tiers):
+        self.basis = tiers.on_device(num_kv_heads, head_dim, columns, dtype=torch.float32)
+        self.keys = tiers.on_device(num_kv_heads, capacity, columns)
+        self.filled = 0  # tokens
+
+    @override
+    def fill(self, first: int, keys: Tensor) -> None:
+        self.filled = first + keys.shape[1]
+        for part in slices(keys.shape[1], PIECE):
+            self.keys[:, first:][:, part] = keys[:, part].float() @ self.basis
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        return {"basis": self.basis, "keys": self.keys}
+
+    @override
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        self.basis, self.keys = tensors["basis"], tensors["keys"]
+
+    def scores(self, q: Tensor, tokens: range, scale: float, pooling: HeadPooling) -> Tensor:
+        """Score consecutive tokens with q [H, d]: [Hk, len(tokens)] in fp32, or [H, ..] without pooling."""
+        heads = q.float().view(self.keys.shape[0], -1, q.shape[-1]) @ self.basis  # [Hk, G, c]
+        queries = pool_queries(heads, pooling).flatten(0, 1)
+        return pool_scores(token_scores(queries, self.keys[:, tokens.start : tokens.stop], scale), pooling)
+
+    @override
+    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
+        candidates = budget.candidates(length)
+        scored = nbytes(self.keys[:, candidates.start : candidates.stop])
+        return Traffic(scored=scored, scores=4 * self.keys.shape[0] * len(candidates))
+
+    def settled(self) -> list[Settled]:
+        """Return the keys, which do not change."""
+        return [Settled(self.keys, 1, self.filled)]
+
+    @override
+    def nbytes(self) -> int:
+        return nbytes(self.basis, self.keys)
 
 
 class TokensOnHost(LayerCache):

@@ -20,75 +20,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.append import NewToken, take_in_filled_page
-from kvcli.kernels.group_pooling import pool_scores
 from kvcli.kernels.key_bases import prompt_skew, strongest_columns
-from kvcli.kernels.recall import HostPages
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.token_scores import project_heads, project_newest, token_scores, token_scores_device
-from kvcli.kv.cache import Tiers
 from kvcli.kv.calibration_file import CalibrationMatrices
-from kvcli.kv.tokens import OffloadedTokenCache, TokenBudget, TokenIndex
-from kvcli.memory.state import Settled
-from kvcli.memory.tiers import Traffic, nbytes
+from kvcli.kv.tokens import OffloadedTokenCache, PartialKeyIndex
 from kvcli.methods.config import CountOrShare, HostKVConfig, TokenConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
-from kvcli.methods.step import BatchSlots, FromHost, Index, NearBest, Phases, ScoredIndex, StepPlan
+from kvcli.methods.step import FromHost, NearBest, PartialKeys, Phases, StepPlan
 from kvcli.models.geometry import LayerGeometry
-from kvcli.sizes import slices
-
-# Tokens whose keys are projected at once; bounds the fp32 copies.
-PIECE = 4096
-
-
-class PartialKeyIndex(TokenIndex):
-    """The paper's partial key cache, on the device: `keys` [Hk, capacity, c], the full keys times `basis` [Hk, d, c].
-
-    The method sets the basis before the first token is stored.
-    """
-
-    def __init__(self, num_kv_heads: int, head_dim: int, columns: int, capacity: int, tiers: Tiers):
-        self.basis = tiers.on_device(num_kv_heads, head_dim, columns, dtype=torch.float32)
-        self.keys = tiers.on_device(num_kv_heads, capacity, columns)
-        self.filled = 0  # tokens
-
-    @override
-    def fill(self, first: int, keys: Tensor) -> None:
-        self.filled = first + keys.shape[1]
-        for part in slices(keys.shape[1], PIECE):
-            self.keys[:, first:][:, part] = keys[:, part].float() @ self.basis
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the indexed tensors by name."""
-        return {"basis": self.basis, "keys": self.keys}
-
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold these tensors instead of the present ones."""
-        self.basis, self.keys = tensors["basis"], tensors["keys"]
-
-    def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
-        """Score consecutive tokens with q [H, d] for every query head; return [Hk, G, len(tokens)] in fp32."""
-        heads = q.float().view(self.keys.shape[0], -1, q.shape[-1]) @ self.basis  # [Hk, G, c]
-        return token_scores(heads.flatten(0, 1), self.keys[:, tokens.start : tokens.stop], scale)
-
-    @override
-    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
-        candidates = budget.candidates(length)
-        scored = nbytes(self.keys[:, candidates.start : candidates.stop])
-        return Traffic(scored=scored, scores=4 * self.keys.shape[0] * len(candidates))
-
-    def settled(self) -> list[Settled]:
-        """Return the keys, which do not change."""
-        return [Settled(self.keys, 1, self.filled)]
-
-    @override
-    def nbytes(self) -> int:
-        return nbytes(self.basis, self.keys)
-
 
 Cache = OffloadedTokenCache[PartialKeyIndex]
 
@@ -152,7 +94,7 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(PartialKeys(), NearBest(self.config.alpha), "ahead", varies=True, fetch=FromHost())
+        return StepPlan(PartialKeys("max_qk"), NearBest(self.config.alpha), "ahead", varies=True, fetch=FromHost())
 
     @override
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
@@ -165,39 +107,3 @@ class InfiniGen(Method[InfiniGenConfig, Cache]):
         if not self.choices:
             return {}
         return {"tokens_chosen_mean": self.chosen / self.choices, "layer_steps_foretold": self.predicted}
-
-
-class PartialKeys(Index):
-    """Scores by a few columns of the keys in their head's basis; the maximum over the group counts."""
-
-    @override
-    def scores(self, cache: Any, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
-        return pool_scores(cache.index.scores(q, candidates, softmax.scale), "max_qk")
-
-    @override
-    def over_slots(self, slots: BatchSlots) -> PartialKeysOverSlots:
-        return PartialKeysOverSlots(slots)
-
-
-class PartialKeysOverSlots(ScoredIndex):
-    """`PartialKeys` for a batch, by `keys` and `basis`."""
-
-    needs_newest = True
-
-    def __init__(self, slots: BatchSlots):
-        self.slots, self.keys, self.basis = slots, slots.tensors["keys"], slots.tensors["basis"]
-
-    @override
-    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
-        b, num_kv_heads, tokens, columns = self.keys.shape
-        queries = q.new_empty(b, q.shape[1], columns, dtype=torch.float32)
-        project_heads(q, self.basis, queries)
-        out = q.new_empty(b, num_kv_heads, tokens, dtype=torch.float32)
-        token_scores_device(queries, self.keys, *self.scored, Softmax(softmax.scale), "max_qk", out, heads)
-        return out
-
-    @override
-    def update(self, new: NewToken, host: HostPages | None) -> None:
-        project_newest(new.k, self.basis, self.slots.rows.lengths, self.keys)
-        if host is not None:
-            take_in_filled_page(self.slots.rows, host=host)

@@ -9,11 +9,12 @@ sides: a function on a cache, and `over_slots`, which makes the equivalent for a
     Best, NearBest  rules that choose pages, tokens or chunks by their scores
     PageBounds      the index of pages by bounds on their keys
     KeyChannels     tokens scored by some channels of their keys
+    PartialKeys     tokens scored by a copy of their keys, which has a few columns
     LowestScore, StalestPage    evictions: the slot of the newest token, and the feedback from attention
 
 Every part uses kernels, or torch operations that neither wait for the device nor copy anything to it, so that a step
 can be captured in a CUDA graph. On a CPU the kernels' references are used. Parts that only one method needs lie with
-that method (Twilight, ShadowKV, FIER, InfiniGen).
+that method (Twilight, ShadowKV, FIER).
 
 Shapes: b sequences, H query heads, Hk KV heads, d head dimension, n pages, tokens or chunks that can be scored.
 """
@@ -42,7 +43,7 @@ from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.recall import HostPages
 from kvcli.kernels.softmax import Softmax
-from kvcli.kernels.token_scores import token_scores_device
+from kvcli.kernels.token_scores import project_heads, project_newest, token_scores_device
 from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
 from kvcli.kv.cache import NEVER, LayerCache, LayerSlots
 from kvcli.telemetry.counters import Count
@@ -592,6 +593,47 @@ class KeyChannelsOverSlots(ScoredIndex):
     @override
     def update(self, new: NewToken, host: HostPages | None) -> None:
         """Do nothing: the keys that attention stores are those that are scored."""
+
+
+@dataclass(frozen=True)
+class PartialKeys(Index):
+    """Scores by a few columns of the keys (`PartialKeyIndex`), pooled over the query heads of a KV head."""
+
+    pooling: Pooling
+
+    @override
+    def scores(self, cache: Any, q: Tensor, candidates: range, softmax: Softmax) -> Tensor:
+        scores: Tensor = cache.index.scores(q, candidates, softmax.scale, self.pooling)
+        return scores
+
+    @override
+    def over_slots(self, slots: BatchSlots) -> PartialKeysOverSlots:
+        return PartialKeysOverSlots(slots, self.pooling)
+
+
+class PartialKeysOverSlots(ScoredIndex):
+    """`PartialKeys` for a batch, by `keys` and `basis`."""
+
+    needs_newest = True
+
+    def __init__(self, slots: BatchSlots, pooling: Pooling):
+        self.slots, self.pooling = slots, pooling
+        self.keys, self.basis = slots.tensors["keys"], slots.tensors["basis"]
+
+    @override
+    def scores(self, q: Tensor, softmax: Softmax, heads: Tensor) -> Tensor:
+        b, num_kv_heads, tokens, columns = self.keys.shape
+        queries = q.new_empty(b, q.shape[1], columns, dtype=torch.float32)
+        project_heads(q, self.basis, queries)
+        out = q.new_empty(b, num_kv_heads, tokens, dtype=torch.float32)
+        token_scores_device(queries, self.keys, *self.scored, Softmax(softmax.scale), self.pooling, out, heads)
+        return out
+
+    @override
+    def update(self, new: NewToken, host: HostPages | None) -> None:
+        project_newest(new.k, self.basis, self.slots.rows.lengths, self.keys)
+        if host is not None:
+            take_in_filled_page(self.slots.rows, host=host)
 
 
 Heads = Literal["group", "layer"]

@@ -6,9 +6,8 @@ import torch
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import Tiers
 from kvcli.kv.pages import PageBudget
-from kvcli.kv.tokens import ChannelScoredCache, OffloadedTokenCache, PrincipalAxesCache, TokenBudget
+from kvcli.kv.tokens import ChannelScoredCache, OffloadedTokenCache, PartialKeyIndex, PrincipalAxesCache, TokenBudget
 from kvcli.memory.tiers import Traffic
-from kvcli.methods.infinigen import PartialKeyIndex
 from kvcli.methods.twilight.cache import Int4EstimateCache
 
 HK, G, D, CAPACITY, LENGTH = 2, 3, 8, 60, 47
@@ -70,7 +69,7 @@ def test_projected_keys_score_by_their_columns():
     keys, q = noise(HK, LENGTH, D, seed=1), noise(HK * G, D, seed=2)
     index.fill(0, keys[:, :40])
     index.fill(40, keys[:, 40:])
-    found = index.scores(q, range(5, LENGTH), 0.3)
+    found = index.scores(q, range(5, LENGTH), 0.3, "none").view(HK, G, -1)
     projected = index.basis.double() @ index.basis.double().transpose(1, 2)
     expected = 0.3 * q.view(HK, G, D).double() @ projected @ keys[:, 5:].double().transpose(1, 2)
     assert torch.allclose(found.double(), expected, atol=1e-5)

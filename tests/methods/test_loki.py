@@ -57,28 +57,68 @@ class Oracle:
         return attention(self.stream, self.stream.q[step], tokens)
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("prompt", [61, 22])  # retrieving from the first step; growing out of the budget
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_every_step_matches_the_oracle(prompt, variant):
+def test_every_step_matches_the_oracle(prompt, variant, offload):
     settings = {**SETTINGS, **variant}
     stream = Stream(prompt, steps=60, seed=prompt)
     oracle = Oracle(stream, [axes_of(stream.k[head, :prompt]) for head in range(HK)], settings)
-    for step, method, out in stream.run("loki", settings):  # noqa: B007 - read afterwards
+    always = oracle.sink + oracle.window
+    first = set(range(oracle.sink, BUDGET - oracle.window)) if prompt <= BUDGET else set()
+    held, misses = [first] * HK, 0
+    for step, method, out in stream.run("loki", {**settings, "offload": offload}):
         assert same(out, oracle.step(step)), f"step {step}"
+        length = prompt + step + 1
+        if offload and length > BUDGET:
+            recent = length - oracle.window
+            chosen = [
+                {*oracle.chosen(step, head)} - {*range(oracle.sink), *range(recent, length)} for head in range(HK)
+            ]
+            misses += sum(len(now - before) for now, before in zip(chosen, held, strict=True))
+            held = chosen
+            assert [{*tokens} for tokens in method.retrieval[1].resident.tolist()] == held, f"step {step}"
     cache = method.context.counters.cache()
-    always = settings.get("sink", 0) + max(1, settings.get("window", 0))
     active = sum(prompt + step + 1 > BUDGET for step in range(stream.steps))
-    assert cache.pages_requested == cache.hits == active * HK * (BUDGET - always)
-    assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+    assert cache.pages_requested == active * HK * (BUDGET - always)
+    token_bytes = 2 * D * 4
+    if offload:
+        assert 0 < cache.misses == misses < cache.pages_requested
+        assert cache.bytes_to_device == misses * token_bytes
+        assert cache.prefill_bytes_to_host == prompt * HK * token_bytes
+        assert cache.bytes_to_host == (prompt + stream.steps) * HK * token_bytes
+    else:
+        assert cache.hits == cache.pages_requested
+        assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
 
 
-def test_axes_come_from_a_calibration_file_where_there_is_one(tmp_path):
+@pytest.mark.parametrize("prompt", [40, 30, 31, 29])
+def test_offload_is_the_same_from_prompts_of_any_length(prompt):
+    stream = Stream(prompt, 60, seed=prompt)
+    runs = [stream.run("loki", {**SETTINGS, "sink": 2, "offload": offload}) for offload in (False, True)]
+    for (_, here, out), (step, there, same_out) in zip(*runs, strict=True):
+        assert torch.equal(here.attended(1), there.attended(1)), f"tokens of step {step}"
+        assert torch.allclose(out, same_out, atol=1e-5), f"step {step}"
+
+
+def test_a_model_does_not_notice_where_the_kv_lies():
+    model = tiny_model("qwen3")
+    ids = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (83, 40)]
+    here, there = (
+        [sequence.token_ids for sequence in run(model, "loki", {**SETTINGS, "offload": offload}, ids, 60)]
+        for offload in (False, True)
+    )
+    assert here == there
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_axes_come_from_a_calibration_file_where_there_is_one(offload, tmp_path):
     other = Stream(80, steps=1, seed=9)
     axes = torch.stack([axes_of(other.k[head]) for head in range(HK)])
     save_file({"layer.1": axes.transpose(1, 2).float().contiguous()}, tmp_path / "pca.safetensors")
     stream = Stream(50, steps=30, seed=2)
     oracle = Oracle(stream, axes, SETTINGS)
-    for step, _, out in stream.run("loki", {**SETTINGS, "pca": str(tmp_path / "pca.safetensors")}):
+    for step, _, out in stream.run("loki", {**SETTINGS, "pca": str(tmp_path / "pca.safetensors"), "offload": offload}):
         assert same(out, oracle.step(step)), f"step {step}"
 
 

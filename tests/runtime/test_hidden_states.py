@@ -153,6 +153,7 @@ WAITING = {
     "fier",
     "freekv",
     "infinigen",
+    "loki",
     "magicpig",
     "offload",
     "pariskv",

@@ -32,6 +32,7 @@ BUDGET = {
     "infinigen": (10, 1),
     "kvzip": (1, 0),
     "loki": (6, 0),
+    "loki-offload": (8, 0),
     "offload": (3, 0),
     "pyramidkv": (1, 0),
     "quest": (3, 0),
