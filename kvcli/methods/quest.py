@@ -22,20 +22,20 @@ from kvcli.methods.step import RESIDENT, FromHost, PageBounds, StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 
-class PageBoundsConfig(PagedConfig):
+class PageBoundsConfig(HostKVConfig, PagedConfig):
     """Settings of pages that are chosen by bounds on their keys; defaults: section 4."""
 
     page_size: PowerOfTwo = setting(16, "tokens in a page, a power of two", "tokens")
     sink: int = setting(16, "first tokens, always attended, rounded up to whole pages", "tokens", ge=0)
     window: int = setting(16, "most recent tokens, always attended, rounded up to whole pages", "tokens", ge=1)
     dense_layers: int = setting(2, "leading layers that attend to everything", "layers", ge=0)
+    offload: bool = setting(False, "keep the KV in host memory and recall the selected pages")
 
 
-class QuestConfig(HostKVConfig, PageBoundsConfig):
+class QuestConfig(PageBoundsConfig):
     """Settings of Quest."""
 
     pooling: HeadPooling = setting("max_s", "how page scores are pooled over a KV head's query heads; none: each alone")
-    offload: bool = setting(False, "keep the KV in host memory and recall the selected pages")
 
 
 class Quest(Method[QuestConfig, ResidentPageCache | OffloadedPageCache]):

@@ -8,7 +8,7 @@ from kvcli.kv.cache import Tiers
 from kvcli.kv.pages import PageBudget
 from kvcli.kv.tokens import ChannelScoredCache, OffloadedTokenCache, PartialKeyIndex, PrincipalAxesCache, TokenBudget
 from kvcli.memory.tiers import Traffic
-from kvcli.methods.twilight.cache import Int4EstimateCache
+from kvcli.methods.twilight.cache import Int4EstimateCache, OffloadedInt4EstimateCache
 
 HK, G, D, CAPACITY, LENGTH = 2, 3, 8, 60, 47
 CPU, META = (Tiers.for_device(torch.device(name), torch.float32) for name in ("cpu", "meta"))
@@ -23,6 +23,7 @@ CACHES = {
         HK, D, CAPACITY, BUDGET, PartialKeyIndex(HK, D, 3, CAPACITY, tiers), tiers
     ),
     "weighed": lambda tiers: Int4EstimateCache(HK, D, CAPACITY, PAGES, tiers),
+    "recalled": lambda tiers: OffloadedInt4EstimateCache(HK, D, CAPACITY, PAGES, tiers),
 }
 
 
@@ -34,11 +35,13 @@ def noise(*shape, seed=0):
 def test_footprint_counts_what_is_allocated_even_on_meta(name):
     real, planned = (CACHES[name](tiers).footprint() for tiers in (CPU, META))
     assert real == planned
+    estimates = HK * 15 * 2 * D * 4 + HK * CAPACITY * (D // 2 + 2 * 4)  # bounds of pages, and four-bit keys
     device, host = {
         "keyed": (CAPACITY * TOKEN, 0),
         "principal": (CAPACITY * TOKEN + HK * D * D * 4, 0),
         "projected": (20 * TOKEN + HK * 13 * 8 + HK * (D * 3 + CAPACITY * 3) * 4, CAPACITY * TOKEN),
-        "weighed": (CAPACITY * TOKEN + HK * 15 * 2 * D * 4 + HK * CAPACITY * (D // 2 + 2 * 4), 0),
+        "weighed": (CAPACITY * TOKEN + estimates, 0),
+        "recalled": (24 * TOKEN + HK * 3 * 8 + estimates, CAPACITY * TOKEN),
     }[name]
     assert (real.device, real.host) == (device, host)
 
@@ -46,7 +49,7 @@ def test_footprint_counts_what_is_allocated_even_on_meta(name):
 @pytest.mark.parametrize("name", CACHES)
 def test_traffic_of_a_step(name):
     cache = CACHES[name](META)
-    short = 24 if name == "weighed" else 20
+    short = 24 if name in ("weighed", "recalled") else 20
     assert cache.traffic(short) == Traffic(attended=short * TOKEN)
     candidates = LENGTH - 2 - 5
     three_channels = HK * candidates * 3 * 4
@@ -59,6 +62,9 @@ def test_traffic_of_a_step(name):
             "principal": Traffic(20 * TOKEN, three_channels, 4 * HK * candidates),
             "projected": Traffic(20 * TOKEN, three_channels, 4 * HK * candidates, recalled=13 * TOKEN),
             "weighed": Traffic(weighed * TOKEN, HK * pages * 2 * D * 4 + four_bits, 4 * HK * (pages + weighed)),
+            "recalled": Traffic(
+                weighed * TOKEN, HK * pages * 2 * D * 4 + four_bits, 4 * HK * (pages + weighed), recalled=3 * 4 * TOKEN
+            ),
         }[name]
     )
 
@@ -107,12 +113,17 @@ def test_pages_spread_to_tokens_between_sink_and_window():
     assert always.tolist() == [True] * 4 + [False] * 12 + [True] * 7
 
 
-def test_attention_to_kept_tokens_leaves_the_others_out():
-    cache, softmax = CACHES["weighed"](CPU), Softmax(D**-0.5)
+@pytest.mark.parametrize("name", ["weighed", "recalled"])
+def test_attention_to_kept_tokens_leaves_the_others_out(name):
+    cache, softmax = CACHES[name](CPU), Softmax(D**-0.5)
     k, v, q = noise(HK, LENGTH, D, seed=1), noise(HK, LENGTH, D, seed=2), noise(HK * G, D, seed=3)
     cache.load(k, v)
     assert cache.attended().all()
-    tokens, _ = cache.tokens_of(torch.tensor([[3, 1, 5], [9, 2, 4]]))
+    pages = torch.tensor([[3, 1, 5], [9, 2, 4]])
+    if name == "recalled":
+        cache.recall(torch.tensor([[5, 7, 1], [4, 9, 8]]))  # then some are there, in other slots than those named first
+        cache.recall(pages)
+    tokens, _ = cache.tokens_of(pages)
     kept = noise(*tokens.shape, seed=4) > 0.5
     kept[:, -1] = True
     out = cache.attend_tokens(q, tokens, kept, softmax)

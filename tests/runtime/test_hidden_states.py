@@ -160,6 +160,7 @@ WAITING = {
     "quest",
     "retroinfer",
     "shadowkv",
+    "twilight",
     "vattention",
     "yakv",
 }

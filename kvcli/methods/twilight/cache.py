@@ -1,8 +1,10 @@
-"""The cache of Twilight: pages are selected first, and then tokens of them (arXiv 2502.02770).
+"""The caches of Twilight: pages are selected first, and then tokens of them (arXiv 2502.02770).
 
 Pages are scored by their summaries; the attention weights of their tokens are estimated by keys of four bits.
 """
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,9 +15,9 @@ from typing_extensions import override
 from kvcli.kernels._triton import takes
 from kvcli.kernels.decode_attention import TokenSet, attend_chosen, attend_chosen_suits, attend_rows, attend_sets
 from kvcli.kernels.softmax import Softmax
-from kvcli.kv.cache import LayerSlots, Tiers
-from kvcli.kv.paged import ResidentPageCache
-from kvcli.kv.pages import PageBudget, take
+from kvcli.kv.cache import LayerCache, LayerSlots, Tiers, both, token_mask
+from kvcli.kv.paged import OffloadedPageCache, ResidentPageCache
+from kvcli.kv.pages import PageBudget, PagedCache, take
 from kvcli.memory.state import Settled
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 from kvcli.methods.twilight import kernels as twilight_kernels
@@ -67,27 +69,17 @@ class Int4Keys:
         return nbytes(self.codes[:, :tokens], self.ranges[:, :tokens])
 
 
-class Int4EstimateCache(ResidentPageCache):
-    """Keys and values k, v [Hk, pages * p, d] of every token on the device, with page summaries and four-bit keys."""
+class EstimatedPageCache(PagedCache, LayerCache):
+    """Shared part of resident and offloaded pages whose tokens are chosen by four-bit keys of all tokens."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
-        super().__init__(num_kv_heads, head_dim, capacity, budget, tiers)
-        self.estimate = Int4Keys(num_kv_heads, head_dim, self.k.shape[1], tiers)
-        self.taken: RaggedTokens | None = None  # tokens last attended to, None for all
-
-    @override
-    def load(self, k: Tensor, v: Tensor) -> int:
-        self.estimate.fill(0, k)
-        return super().load(k, v)
-
-    @override
-    def take_row(self) -> int:
-        self.estimate.fill(self.length, self.k[:, self.length : self.length + 1])
-        return super().take_row()
+    estimate: Int4Keys
+    read: RaggedTokens | None = None
+    """Tokens last attended to, None for all."""
 
     @override
     def as_slots(self) -> LayerSlots:
         slots, estimate = super().as_slots(), self.estimate
+        assert slots is not None
         return slots._replace(tensors={**slots.tensors, "codes": estimate.codes, "ranges": estimate.ranges})
 
     @override
@@ -106,23 +98,19 @@ class Int4EstimateCache(ResidentPageCache):
         always[len(sink) : len(sink) + inside.shape[1]] = False
         return torch.cat(parts, 1), always
 
+    @abstractmethod
     def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
-        """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n]; return [H, d]."""
-        rows, valid = self.taken = RaggedTokens(*twilight_kernels.kept_first_cpu(tokens, kept))
-        if attend_chosen_suits(q, self.k, self.v, rows):
-            return attend_chosen(q, self.k, self.v, rows, softmax, valid)
-        return ragged_attention(q, take(self.k, rows), take(self.v, rows), valid, softmax)
+        """Attend with q [H, d] to those of `tokens` [Hk, n] that are `kept`, bool [Hk, n]; return [H, d].
+
+        They are tokens of sink, window, and pages that the device holds by now.
+        """
 
     @override
     def attended(self) -> Tensor:
-        if self.taken is None:
-            return super().attended()
-        nothing = self.taken.valid.new_zeros(self.k.shape[0], self.length)
-        return nothing.scatter(1, self.taken.tokens, self.taken.valid)
-
-    @override
-    def footprint(self) -> Footprint:
-        return super().footprint() + Footprint(device=self.estimate.nbytes())
+        if self.read is None:
+            return token_mask(self.estimate.codes, self.length, range(self.length))
+        nothing = self.read.valid.new_zeros(len(self.read.valid), self.length)
+        return nothing.scatter(1, self.read.tokens, self.read.valid)
 
     @override
     def traffic(self, length: int) -> Traffic:
@@ -131,8 +119,77 @@ class Int4EstimateCache(ResidentPageCache):
         if not self.budget.active(length):
             return most
         estimated = self.budget.tokens(length)
-        scores = most.scores + 4 * self.k.shape[0] * estimated
+        scores = most.scores + 4 * len(self.estimate.codes) * estimated
         return replace(most, scored=most.scored + self.estimate.nbytes(estimated), scores=scores)
+
+
+class Int4EstimateCache(EstimatedPageCache, ResidentPageCache):
+    """Keys and values k, v [Hk, pages * p, d] of every token on the device, with page summaries and four-bit keys."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
+        super().__init__(num_kv_heads, head_dim, capacity, budget, tiers)
+        self.estimate = Int4Keys(num_kv_heads, head_dim, self.k.shape[1], tiers)
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        self.estimate.fill(0, k)
+        return super().load(k, v)
+
+    @override
+    def take_row(self) -> int:
+        self.estimate.fill(self.length, self.k[:, self.length : self.length + 1])
+        return super().take_row()
+
+    @override
+    def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
+        self.read = RaggedTokens(*twilight_kernels.kept_first_cpu(tokens, kept))
+        return attend_ragged(q, self.k, self.v, self.read, softmax)
+
+    @override
+    def footprint(self) -> Footprint:
+        return super().footprint() + Footprint(device=self.estimate.nbytes())
+
+
+class OffloadedInt4EstimateCache(EstimatedPageCache, OffloadedPageCache):
+    """All full pages in host memory; on the device a budget of pages, the page summaries, and four-bit keys."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, budget: PageBudget, tiers: Tiers):
+        super().__init__(num_kv_heads, head_dim, capacity, budget, tiers)
+        self.estimate = Int4Keys(num_kv_heads, head_dim, budget.count(capacity) * budget.size, tiers)
+
+    @override
+    def waiting(self) -> Sequence[Tensor]:
+        return *super().waiting(), self.estimate.codes, self.estimate.ranges
+
+    @override
+    def load(self, k: Tensor, v: Tensor) -> int:
+        self.estimate.fill(0, k)
+        return super().load(k, v)
+
+    @override
+    def take_row(self) -> int:
+        _, row, slot = self._next
+        self.estimate.fill(self.length, self.kv[0, :, slot, row : row + 1])
+        return super().take_row()
+
+    @override
+    def attend_tokens(self, q: Tensor, tokens: Tensor, kept: Tensor, softmax: Softmax) -> Tensor:
+        self.read = RaggedTokens(tokens, kept)
+        in_slots, _ = self.tokens_of(self.resident)  # the token of each row
+        rows = torch.arange(in_slots.shape[1], device=q.device).expand_as(in_slots)
+        chosen = RaggedTokens(*twilight_kernels.kept_first_cpu(rows, self.attended().gather(1, in_slots)))
+        return attend_ragged(q, *both(self.kv.flatten(2, 3)), chosen, softmax)
+
+    @override
+    def footprint(self) -> Footprint:
+        return super().footprint() + Footprint(device=self.estimate.nbytes())
+
+
+def attend_ragged(q: Tensor, k: Tensor, v: Tensor, rows: RaggedTokens, softmax: Softmax) -> Tensor:
+    """Attend with q [H, d] to rows of k, v [Hk, rows, d], each KV head to its own; return [H, d]."""
+    if attend_chosen_suits(q, k, v, rows.tokens):
+        return attend_chosen(q, k, v, rows.tokens, softmax, rows.valid)
+    return ragged_attention(q, take(k, rows.tokens), take(v, rows.tokens), rows.valid, softmax)
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, softmax: Softmax) -> Tensor:

@@ -3,8 +3,9 @@
 The number of tokens that matter differs from head to head and from step to step, and no fixed budget follows it. So a
 selector first takes a generous number of pages, here Quest's by their bounds. Then the weights of their tokens are
 estimated with keys of four bits per channel, and each query head keeps the fewest tokens whose weights reach `p`
-together: top-p instead of top-k. The budget is that of the selector, so it is an upper bound. All KV stays on the
-device.
+together: top-p instead of top-k. The budget is that of the selector, so it is an upper bound. `offload` keeps the KV in
+host memory and recalls the pages that are missing on the device, of which it attends to the same tokens; the keys of
+four bits stay on the device.
 
 Decided: sink and window are always attended and their weights count, so that a head may need none of the selected
 tokens. A KV head attends to what any of its query heads keeps. In the counters, pages are those of the selector; the
@@ -20,8 +21,8 @@ from kvcli.kernels.group_pooling import Pooling
 from kvcli.methods.config import CountOrShare, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.quest import PageBoundsConfig
-from kvcli.methods.step import StepPlan
-from kvcli.methods.twilight.cache import Int4EstimateCache
+from kvcli.methods.step import RESIDENT, FromHost, StepPlan
+from kvcli.methods.twilight.cache import EstimatedPageCache, Int4EstimateCache, OffloadedInt4EstimateCache
 from kvcli.methods.twilight.step import BoundsAndFourBits, Nucleus
 from kvcli.models.geometry import LayerGeometry
 
@@ -34,7 +35,7 @@ class TwilightConfig(PageBoundsConfig):
     p: float = setting(0.85, "part of each query head's attention that the tokens kept must hold", gt=0, le=1)
 
 
-class Twilight(Method[TwilightConfig, Int4EstimateCache]):
+class Twilight(Method[TwilightConfig, EstimatedPageCache]):
     """Selects pages, then keeps the tokens that hold a part of the attention."""
 
     Config = TwilightConfig
@@ -51,16 +52,17 @@ class Twilight(Method[TwilightConfig, Int4EstimateCache]):
         self.selections = self.weighed = self.kept = 0  # of single KV heads; tokens of all these selections
         self.fewest, self.most = context.capacity, 0  # tokens kept by one selection
 
-    def new_cache(self, layer: LayerGeometry) -> Int4EstimateCache:
-        """Make a cache that keeps everything on the device, with page summaries and four-bit keys."""
-        return Int4EstimateCache(
-            layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, self.context.tiers
-        )
+    def new_cache(self, layer: LayerGeometry) -> EstimatedPageCache:
+        """Make a cache with page summaries and four-bit keys on the device, and the KV there or in host memory."""
+        kind = OffloadedInt4EstimateCache if self.config.offload else Int4EstimateCache
+        tiers = self.config.tiers(self.context.tiers)
+        return kind(layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.pages, tiers)
 
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(BoundsAndFourBits(self.config.pooling), Nucleus(self.config.p))
+        fetch = FromHost() if self.config.offload else RESIDENT
+        return StepPlan(BoundsAndFourBits(self.config.pooling), Nucleus(self.config.p), fetch=fetch)
 
     @override
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:

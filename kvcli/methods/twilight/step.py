@@ -98,7 +98,8 @@ class NucleusOverSlots(Choice):
         index.best(q, softmax, heads, selection)
         if self.arrived is None:  # the first step, which no graph captures, tells how many query heads there are
             self.arrived = torch.zeros(q.shape[:2], dtype=torch.int32, device=q.device)
-        rows, tensors = self.slots.rows._replace(resident=selection.selected), self.slots.tensors
+        resident = selection.selected if selection.resident is None else selection.resident  # the page in each slot
+        rows, tensors = self.slots.rows._replace(resident=resident), self.slots.tensors
         codes, ranges = tensors["codes"], tensors["ranges"]
         keep_nucleus(q, rows, codes, ranges, softmax, self.p, heads, self.kept, self.counts, self.arrived)
         return Chosen(selection.selected, self.kept)

@@ -360,7 +360,7 @@ class PlannedLayer:
         if self.recalls is None:
             chosen = self.select(q, self.active, softmax)
             return self.rows._replace(resident=chosen.pages), chosen.kept, None
-        return self.rows, None, self.lacking(q, self.active, softmax)
+        return self.rows, *self.lacking(q, self.active, softmax)
 
     def _take_in(self, new: NewToken) -> None:
         """Index and write out the newest token, or the page or block that it has completed."""
@@ -382,7 +382,7 @@ class PlannedLayer:
         decided = self.streams.mark()
 
         def correct() -> None:
-            missing = self.lacking(heads.query, heads.waiting, softmax)
+            _, missing = self.lacking(heads.query, heads.waiting, softmax)
             paged_decode_attention(q, self.rows, softmax, out, new, heads.waiting, missing=missing)
 
         corrected: Point = self.streams.submit("correction", correct, [decided])
@@ -398,25 +398,26 @@ class PlannedLayer:
 
     def bring(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> None:
         """Select for `heads` [b, Hk], update the page table, and recall the missing pages."""
-        self._resolve(q, heads, misses, softmax).bring(misses)
+        recalls, _ = self._resolve(q, heads, misses, softmax)
+        recalls.bring(misses)
 
-    def lacking(self, q: Tensor, heads: Tensor, softmax: Softmax) -> Missing | None:
-        """Do the same before attention; if attention can recall pages itself, return those that it is to recall."""
+    def lacking(self, q: Tensor, heads: Tensor, softmax: Softmax) -> tuple[Tensor | None, Missing | None]:
+        """Do the same before attention; return the rows kept, and the pages that attention is to recall itself."""
         assert self.recalls is not None
         misses = self.recalls.now
-        recalls = self._resolve(q, heads, misses, softmax)
+        recalls, kept = self._resolve(q, heads, misses, softmax)
         if recalls.by_attention:
-            return Missing(recalls.host, misses)
+            return kept, Missing(recalls.host, misses)
         recalls.bring(misses)
-        return None
+        return kept, None
 
-    def _resolve(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> Recalls:
-        """Select for `heads`, update the page table, and list the missing pages."""
+    def _resolve(self, q: Tensor, heads: Tensor, misses: MissList, softmax: Softmax) -> tuple[Recalls, Tensor | None]:
+        """Select for `heads`, update the page table, and list the missing pages; return which rows are kept."""
         assert self.recalls is not None
         chosen = self.select(q, heads, softmax, misses)
         if chosen.asked is not None:
             torch.mul(chosen.asked[:, None], heads, out=self.recalls.asked)
-        return self.recalls
+        return self.recalls, chosen.kept
 
     def select(self, q: Tensor, heads: Tensor, softmax: Softmax, misses: MissList | None = None) -> Chosen:
         """Choose for `heads` [b, Hk] with queries q; with `misses`, update the page table and list what it lacked."""

@@ -82,12 +82,13 @@ class Oracle:
         return kept, len(tokens)
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("prompt", [61, 21])  # retrieving from the first step; growing out of the budget
 @pytest.mark.parametrize("p", [0.3, 0.85, 0.99])
-def test_every_step_matches_the_oracle(prompt, p):
+def test_every_step_matches_the_oracle(prompt, p, offload):
     stream = Stream(prompt, steps=STEPS, seed=prompt)
     oracle, weighed, kept = Oracle(stream, p), [], []
-    for step, method, out in stream.run("twilight", {**SETTINGS, "p": p}):  # noqa: B007 - read afterwards
+    for step, method, out in stream.run("twilight", {**SETTINGS, "p": p, "offload": offload}):  # noqa: B007 - read later
         heads = [oracle.attended(step, head) for head in range(HK)]
         assert same(out, attention(stream, stream.q[step], [tokens for tokens, _ in heads])), f"step {step}"
         if -(-(prompt + step + 1) // P) * P > BUDGET:
@@ -103,8 +104,34 @@ def test_every_step_matches_the_oracle(prompt, p):
     if p == 0.3:
         assert min(kept) < max(kept) < BUDGET
     cache = method.context.counters.cache()
-    assert cache.pages_requested == cache.hits == len(kept) * SELECTED
-    assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+    assert cache.pages_requested == len(kept) * SELECTED
+    page_bytes = 2 * P * D * 4
+    if offload:
+        assert 0 < cache.misses < cache.pages_requested
+        assert cache.bytes_to_device == cache.misses * page_bytes
+        assert cache.prefill_bytes_to_host == prompt // P * HK * page_bytes
+        assert cache.bytes_to_host == (prompt + STEPS) // P * HK * page_bytes
+    else:
+        assert cache.hits == cache.pages_requested
+        assert cache.misses == cache.bytes_to_device == cache.bytes_to_host == 0
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 21, 36, 37, 61])
+def test_offload_is_the_same_from_prompts_of_any_length(prompt):
+    stream = Stream(prompt, STEPS, seed=prompt)
+    runs = [stream.run("twilight", {**SETTINGS, "offload": offload}) for offload in (False, True)]
+    for (_, here, out), (step, there, same_out) in zip(*runs, strict=True):
+        assert torch.equal(here.attended(1), there.attended(1)), f"tokens of step {step}"
+        assert torch.allclose(out, same_out, atol=1e-6), f"step {step}"
+
+
+def test_a_model_does_not_notice_where_the_kv_lies():
+    model = tiny_model("qwen3")
+    ids = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (83, 1)]
+    here, there = (run(model, "twilight", {**SETTINGS, "offload": offload}, ids, 60) for offload in (False, True))
+    for one, other in zip(here, there, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.method.statistics() == other.method.statistics()
 
 
 def test_p_of_one_is_the_page_selector():

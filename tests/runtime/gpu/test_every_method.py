@@ -193,7 +193,7 @@ BY_KERNELS = [
     pytest.param(name, "llama", {}, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in STATED
 ]
 BY_KERNELS += [("freekv", "llama", {"kv_dtype": "int4"})]
-BY_KERNELS += [(name, "llama", {"offload": True}) for name in ("quest", "loki")]
+BY_KERNELS += [(name, "llama", {"offload": True}) for name in ("quest", "loki", "twilight")]
 BY_KERNELS += [("freekv", "deepseek_v3", {}), pytest.param("raas", "deepseek_v3", {}, marks=pytest.mark.exhaustive)]
 BY_KERNELS += [("streaming", "llama", {"positions": "cache"}), ("shadowkv", "llama", {"plus": True, "fp8": True})]
 

@@ -49,6 +49,7 @@ BUDGET = {
     "tokenselect": (5, 1),
     "tova": (4, 2),
     "twilight": (6, 0),
+    "twilight-offload": (6, 0),
 }
 
 
