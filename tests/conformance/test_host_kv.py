@@ -23,6 +23,7 @@ RECENT = 8
 BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of keys and of values
 HOLDING = [name for name in method_names() if issubclass(get_method(name).Config, HostKVConfig)]
 HOLDING = [name for name in HOLDING if not get_method(name).takes_selection]  # these offload only what a model selects
+EITHER = [name for name in method_names() if "offload" in get_method(name).Config.model_fields]
 
 
 def counted_again(x, bits, tokens, channels):
@@ -171,3 +172,13 @@ def test_attention_reads_what_the_host_holds(llama, name, held, monkeypatch):
     (whole,) = run(llama, name, {**wanted, "kv_dtype": "auto"}, [prompt(8, PROMPT)], 1)
     less, all_of_it = (each.method.footprint().host - index_on_host(each.method) for each in (sequence, whole))
     assert less < (0.4 if held == "int4" else 0.5) * all_of_it
+
+
+@pytest.mark.parametrize("name", EITHER)
+def test_a_model_does_not_notice_where_the_kv_lies(name):
+    """After a long prompt, a short one and a single token, until all have outgrown the budget."""
+    model, ids = tiny_model("qwen3"), [prompt(length, length) for length in (83, 40, 1)]
+    here, there = (run(model, name, settings(name, {**SMALL, "offload": to}), ids, 60) for to in (False, True))
+    for one, other in zip(here, there, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.method.statistics() == other.method.statistics()

@@ -125,15 +125,6 @@ def test_offload_is_the_same_from_prompts_of_any_length(prompt):
         assert torch.allclose(out, same_out, atol=1e-6), f"step {step}"
 
 
-def test_a_model_does_not_notice_where_the_kv_lies():
-    model = tiny_model("qwen3")
-    ids = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (83, 1)]
-    here, there = (run(model, "twilight", {**SETTINGS, "offload": offload}, ids, 60) for offload in (False, True))
-    for one, other in zip(here, there, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.method.statistics() == other.method.statistics()
-
-
 def test_p_of_one_is_the_page_selector():
     stream = Stream(61, steps=60, seed=7)
     for (step, _, here), (_, _, there) in zip(
