@@ -61,7 +61,7 @@ class BenchmarkPart(NamedTuple):
 
 PARTS = (
     BenchmarkPart("device", "machine", 30, "the device"),
-    BenchmarkPart("device", "kernels", 150, "every kernel against its reference", timed=False),
+    BenchmarkPart("device", "kernels", 240, "every kernel against its reference", timed=False),
     BenchmarkPart("agreement", "agreement", 150, "the pipeline over slots against the blocking one", timed=False),
     BenchmarkPart("agreement", "texts", 150, "every method on the device against the same on a CPU", timed=False),
     BenchmarkPart("device", "rates", 60, "copies on the device and across the bus, pages gathered by recall"),

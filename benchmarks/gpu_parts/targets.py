@@ -30,7 +30,7 @@ class Contender(NamedTuple):
 
 # Settings that change what a step does: where KV lies, what is stored of an answer, where positions are counted from.
 OTHERWISE = [
-    Contender("fier-offload", "fier", {"offload": True}, True),
+    *(Contender(f"{name}-offload", name, {"offload": True}, True) for name in ("fier", "loki", "quest", "twilight")),
     Contender("shadowkv-plus", "shadowkv", {"plus": True}, True),
     Contender("streaming-positions", "streaming", {"positions": "cache"}, False),
 ]
