@@ -15,6 +15,7 @@ from gpu_parts.clock import Work, freed, in_turn, milliseconds
 from gpu_parts.frame import Found, NotHere, Row, Rows
 from gpu_parts.made_up import Workshop, workshop
 from gpu_parts.setting import Setting
+from gpu_parts.targets import BY_GRAPH
 from kvcli.bench.phases import Kernel, parts_of, phases_of, products_of, traced
 from kvcli.capacity.roofline import PHASES, step_work
 from kvcli.methods.card import GRAPH, gpu_step_of
@@ -324,6 +325,7 @@ def replayed(cases: Sequence[StepCase], place: Workshop, found: Found) -> Iterat
 
 
 TRACED = "streaming", "full", "quest", "shadowkv", "fier", "arkvale", "twilight", "loki", "infinigen", "tokenselect"
+TRACED += "duoattention", "fier-offload", "loki-offload", "quest-offload", "twilight-offload"
 LAYER = 12  # in the middle, counted from 0
 
 
@@ -333,7 +335,8 @@ def layers(setting: Setting, found: Found) -> Iterator[Rows]:
         raise NotHere("there are no kernels to trace on a CPU")
     context = setting.middle
     cases = [StepCase.freekv(f"freekv {part:.0%}", context, corrected=part) for part in (0.0, 0.3, 1.0)]
-    cases += [StepCase(name, name, context) for name in TRACED]
+    named = {each.name: each for each in BY_GRAPH}
+    cases += [StepCase(name, named[name].method, context, settings=named[name].settings) for name in TRACED]
     with workshop(setting, setting.shape, [context]) as place:
         products = products_of(place.engine.model.module)
         for case, one in replayed(cases, place, found):
