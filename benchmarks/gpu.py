@@ -73,7 +73,7 @@ PARTS = (
     BenchmarkPart("steps", "batch", 90, "batches, and recall that is blocking and page by page"),
     BenchmarkPart("methods", "methods_middle", 240, "every method beside freekv, middle context"),
     BenchmarkPart("methods", "throughput", 240, "ShadowKV against full attention, each at its largest batch"),
-    BenchmarkPart("products", "packed", 60, "products with weights packed as in GGUF files"),
+    BenchmarkPart("products", "packed", 120, "products with weights packed as in GGUF files"),
     BenchmarkPart("methods", "methods_short", 180, "every method beside freekv, short context"),
     BenchmarkPart("methods", "methods_batch", 300, "every method beside freekv, a batch at the short context"),
     BenchmarkPart("methods", "methods_large", 240, "methods that offload beside freekv, a batch at the middle context"),

@@ -331,7 +331,8 @@ _REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 # they do with a number.
 
 _THREADS = 128  # which have a row at once
-_SKINNY = 4  # rows of a weight per program, each thread having its share of all of them
+_SKINNY = 4  # rows of a weight per program for one row of x, each thread having its share of all of them
+_FEW = 2  # the same for several rows of x
 _UNPACKED = 1  # the same while unpacking
 
 
@@ -585,6 +586,42 @@ def _words_of_four(
 
 
 @jit
+def _eight(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    e: tl.tensor,
+    f: tl.tensor,
+    g: tl.tensor,
+    h: tl.tensor,
+    scale: tl.tensor,
+    S: tl.constexpr,
+    FOUR: tl.constexpr,
+    FORM: tl.constexpr,
+) -> tl.tensor:
+    """Return eight numbers of a share [threads, rows, 8], beginning with number 4 * FOUR; nothing is added to them."""
+    word, upper = _words_of_four(a, b, c, d, e, f, g, h, FOUR)
+    first = _joined(_level(word, upper, scale, S, 4 * FOUR, FORM), _level(word, upper, scale, S, 4 * FOUR + 1, FORM))
+    second = _joined(
+        _level(word, upper, scale, S, 4 * FOUR + 2, FORM), _level(word, upper, scale, S, 4 * FOUR + 3, FORM)
+    )
+    word, upper = _words_of_four(a, b, c, d, e, f, g, h, FOUR + 1)
+    third = _joined(
+        _level(word, upper, scale, S, 4 * FOUR + 4, FORM), _level(word, upper, scale, S, 4 * FOUR + 5, FORM)
+    )
+    last = _joined(_level(word, upper, scale, S, 4 * FOUR + 6, FORM), _level(word, upper, scale, S, 4 * FOUR + 7, FORM))
+    return _joined(_joined(first, second), _joined(third, last))
+
+
+@jit
+def _joined(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """Put the numbers of a thread one after the other: [a, b, c] and [a, b, c] become [a, b, 2 c]."""
+    both = tl.permute(tl.join(first, second), (0, 1, 3, 2))
+    return tl.reshape(both, (first.shape[0], first.shape[1], 2 * first.shape[2]))
+
+
+@jit
 def _scale(
     packed: tl.tensor,
     row: tl.tensor,
@@ -664,19 +701,19 @@ def _unpack_kernel(
     for s in tl.static_range(SCALES):
         a, b, c, d, e, f, g, h = _words(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD, WORD)
         scale, more = _scale(packed, row, row_bytes, blocks, share, mask, s, FORM, BY_FIELD)
-        for four in tl.static_range(EACH // 4):
-            word, upper = _words_of_four(a, b, c, d, e, f, g, h, four)
-            first = _level(word, upper, scale, s, 4 * four, FORM)
-            second = _level(word, upper, scale, s, 4 * four + 1, FORM)
-            third = _level(word, upper, scale, s, 4 * four + 2, FORM)
-            last = _level(word, upper, scale, s, 4 * four + 3, FORM)
-            numbers = tl.join(tl.join(first, third), tl.join(second, last))
-            numbers = tl.reshape(numbers, (THREADS, ROWS, 1, 4))
-            if OFFSET:
-                numbers += more[:, :, :, None]
-            place = out + row * columns + begin + s * 32 + four * 4
-            place = place[:, :, :, None] + tl.arange(0, 4)
-            tl.store(place, numbers.to(out.dtype.element_ty), mask=mask[:, :, :, None])
+        numbers = _eight(a, b, c, d, e, f, g, h, scale, s, 0, FORM)
+        if EACH == 16:
+            numbers = _joined(numbers, _eight(a, b, c, d, e, f, g, h, scale, s, 2, FORM))
+        else:
+            second = _eight(a, b, c, d, e, f, g, h, scale, s, 2, FORM)
+            third = _eight(a, b, c, d, e, f, g, h, scale, s, 4, FORM)
+            last = _eight(a, b, c, d, e, f, g, h, scale, s, 6, FORM)
+            numbers = _joined(_joined(numbers, second), _joined(third, last))
+        if OFFSET:
+            numbers += more
+        # Whole shares are stored at once, so that threads side by side write side by side.
+        place = out + row * columns + begin + s * 32 + tl.arange(0, EACH)[None, None, :]
+        tl.store(place, numbers.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -690,6 +727,7 @@ def _packed_gemv_kernel(
     blocks: tl.tensor,
     M: tl.constexpr,
     M_BLOCK: tl.constexpr,
+    DEALT: tl.constexpr,
     ROWS: tl.constexpr,
     FORM: tl.constexpr,
     BY_FIELD: tl.constexpr,
@@ -716,7 +754,11 @@ def _packed_gemv_kernel(
             whole = tl.zeros((THREADS, 1, M_BLOCK), tl.float32)
             for four in tl.static_range(EACH // 4):
                 word, upper = _words_of_four(a, b, c, d, e, f, g, h, four)
-                place = (x + m * columns + begin + s * 32 + four * 4)[:, :, :, None] + tl.arange(0, 4)
+                if DEALT:
+                    place = x + (((s * (EACH // 4) + four) * M + m) * (columns // SIZE * LANES) + share) * 4
+                else:
+                    place = x + m * columns + begin + s * 32 + four * 4
+                place = place[:, :, :, None] + tl.arange(0, 4)
                 numbers = tl.load(place, mask=given[:, :, :, None], other=0.0).to(tl.float32)
                 x0, x1, x2, x3 = _in_four(numbers)
                 part += _level(word, upper, x0, s, 4 * four, FORM)
@@ -742,11 +784,23 @@ def _takes(packed: Tensor, packing: Packing) -> bool:
 def _multiply_on_device(x: Tensor, weight: PackedWeight) -> Tensor:
     """Multiply at most `MOST_ROWS` rows x [m, in] by a packed weight; return [m, out]."""
     (m, columns), n, packed = x.shape, len(weight), weight.packed
-    out, x, row_bytes = x.new_empty(m, n), x.contiguous(), packed.shape[1]
-    block = _constants(weight.packing, columns) | {"M": m, "M_BLOCK": power_of_two(m), "ROWS": _SKINNY}
+    out, row_bytes, rows = x.new_empty(m, n), packed.shape[1], _SKINNY if m == 1 else _FEW
+    x = _dealt_out(x, _DEALT[weight.packing.name]) if m > 1 else x.contiguous()
+    block = _constants(weight.packing, columns)
+    block |= {"M": m, "M_BLOCK": power_of_two(m), "DEALT": m > 1, "ROWS": rows}
     sizes = n, columns, row_bytes, row_bytes // weight.packing.nbytes
-    launch(_packed_gemv_kernel, (-(-n // _SKINNY),), x, packed, out, *sizes, **block)
+    launch(_packed_gemv_kernel, (-(-n // rows),), x, packed, out, *sizes, **block)
     return out
+
+
+def _dealt_out(x: Tensor, dealt: _Dealt) -> Tensor:
+    """Put x [m, in] in the order in which threads read it: four numbers of every share, then the next four.
+
+    A share is up to 64 bytes of a row of x, so that threads side by side would read from lines far apart, once for each
+    row of x. A single row is read as it is, which takes less than to arrange it.
+    """
+    parts = x.reshape(len(x), -1, dealt.scales, dealt.lanes, dealt.size // dealt.lanes // dealt.scales // 4, 4)
+    return parts.permute(2, 4, 0, 1, 3, 5).contiguous()
 
 
 # CPU loops. Blocks are unpacked into vectors of sixteen lanes, which stay in registers.
