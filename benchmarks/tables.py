@@ -179,7 +179,7 @@ def main() -> None:
     ]
     heads = ("floor", "predicted", "measured")
     contexts = [f"{row['context'] >> 10}K, {what}" for row in methods["full"] for what in heads]
-    title = "Step on an H200, ms (`gpu_predictions.json`, `gpu.json`, `gpu_methods.json`)"
+    title = "Step on an H200, ms (`gpu_predictions.json`, `gpu.json`, `gpu_methods.json`, `gpu_short.json`)"
     table(title, ["method", *contexts], predicted)
     layers = []
     for each in json.loads((RESULTS / "gpu_layers.json").read_text())["parts"]["layers"]["rows"]:
@@ -200,8 +200,8 @@ def main() -> None:
 
 def measured_steps() -> dict[tuple[str, int], float]:
     """Return the measured steps by method and context, of FreeKV with 30 % of the heads corrected."""
-    read = {name: json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in ("gpu", "gpu_methods")}
-    parts = (("gpu_methods", "methods_middle"), ("gpu", "speed"), ("gpu", "peers"))
+    read = {name: json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in ("gpu", "gpu_methods", "gpu_short")}
+    parts = (("gpu_methods", "methods_middle"), ("gpu_short", "methods_short"), ("gpu", "speed"), ("gpu", "peers"))
     rows = [row for file, part in parts for row in read[file][part]["rows"] if "step_ms" in row and "method" in row]
     kept = [row for row in rows if row["corrected"] in (None, 0.3)]
     names = [row["case"] if row["settings"] else row["method"] for row in kept]
