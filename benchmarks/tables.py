@@ -200,7 +200,8 @@ def main() -> None:
 
 def measured_steps() -> dict[tuple[str, int], float]:
     """Return the measured steps by method and context, of FreeKV with 30 % of the heads corrected."""
-    read = {name: json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in ("gpu", "gpu_methods", "gpu_short")}
+    files = ("gpu", "gpu_methods", "gpu_short")
+    read = {name: json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in files}
     parts = (("gpu_methods", "methods_middle"), ("gpu_short", "methods_short"), ("gpu", "speed"), ("gpu", "peers"))
     rows = [row for file, part in parts for row in read[file][part]["rows"] if "step_ms" in row and "method" in row]
     kept = [row for row in rows if row["corrected"] in (None, 0.3)]

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from kvcli.capacity import cgroup
+from kvcli.capacity.need import COMPILER_BYTES as COMPILER_BYTES
 from kvcli.capacity.need import RUNTIME_BYTES as RUNTIME_BYTES
 from kvcli.capacity.need import Need as Need
 from kvcli.capacity.need import devices_of

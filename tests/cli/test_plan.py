@@ -44,6 +44,7 @@ def test_json_says_what_stands_on_what(warm, config):
         assert entry["disk"]["load_ms"] is None
         parts = ("weights", "kv_device", "kv_host", "workspace", "runtime")
         assert memory["needed"] == {"host": sum(memory[part] for part in parts)}
+        assert memory["compiler_in_first_run"] == 128 << 20
         assert entry["fits"]
         assert entry["longest_context"] > 1200
         assert sum(phase["floor_ms"] for phase in times["phases"]) == pytest.approx(times["floor_ms"])
@@ -59,6 +60,7 @@ def test_another_machine_is_planned_for_by_what_is_told(warm):
     assert body["model"]["dtype"] == "bfloat16"
     full, freekv = body["plans"]
     assert full["memory"]["free"] == {"device": 8 << 30, "host": 64 << 30}
+    assert "compiler_in_first_run" not in full["memory"]
     assert not full["fits"]
     assert full["longest_context"] == 0  # the weights alone are larger
     assert freekv["memory"]["kv_host"] > freekv["memory"]["kv_device"]

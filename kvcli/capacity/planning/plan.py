@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcli.capacity import memory, unnamed
 from kvcli.capacity.disk import disk_tier
-from kvcli.capacity.memory import RUNTIME_BYTES, Need
+from kvcli.capacity.memory import COMPILER_BYTES, RUNTIME_BYTES, Need
 from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Times, estimate
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.capacity.smaller import SmallerForm, smaller_forms, that_fit
@@ -71,6 +71,11 @@ class CapacityPlan:
         """Tell whether the memory of the machine holds the run, and its disk the KV there."""
         return memory.fits(self.needed, self.free) and self.need.kv.disk <= (self.disk_free or 0)
 
+    @property
+    def compiles(self) -> bool:
+        """Tell whether a first run compiles loops, which no pool counts: on a CPU, whose memory is one pool."""
+        return set(self.needed) == {"host"}
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for the JSON report: bytes, milliseconds, and the basis of each figure."""
         return {
@@ -93,6 +98,7 @@ class CapacityPlan:
                 "workspace_host_parts": dict(self.need.prefill.host),
                 "kv_away": self.need.prefill.away,
                 "runtime": RUNTIME_BYTES,
+                **({"compiler_in_first_run": COMPILER_BYTES} if self.compiles else {}),
                 "needed": self.needed,
                 "free": self.free,
             },
