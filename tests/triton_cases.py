@@ -860,6 +860,11 @@ def packed_gemv(x: Tensor, weight: packed.PackedWeight) -> Tensor:
     return packed.packed_linear(x, weight)
 
 
+def packed_row(x: Tensor, weight: packed.PackedWeight) -> Tensor:
+    """One row, which the same kernel reads as it is; several are put in the order of its threads."""
+    return packed.packed_linear(x, weight)
+
+
 LAID_OUT = [*packed.PACKINGS, *(f"{name} by field" for name, packing in packed.PACKINGS.items() if packing.size > 1)]
 
 
@@ -880,6 +885,12 @@ def packed_weight_of(draw: Draw, s: Sizes, variant: str) -> packed.PackedWeight:
 def _(draw: Draw, s: Sizes, name: str) -> Call:
     weight = packed_weight_of(draw, s, name)
     return Call((draw(3, weight.shape[1]) / 64, weight))  # exactly: sums are numbers of half precision
+
+
+@case(packed_row, packed.packed_linear_ref, [name for name in LAID_OUT if "by field" in name])
+def _(draw: Draw, s: Sizes, name: str) -> Call:
+    weight = packed_weight_of(draw, s, name)
+    return Call((draw(1, weight.shape[1]) / 64, weight))
 
 
 @case(packed.packed_linear, packed.packed_linear_ref, LAID_OUT)
