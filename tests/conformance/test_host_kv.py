@@ -176,7 +176,7 @@ def test_attention_reads_what_the_host_holds(llama, name, held, monkeypatch):
 
 @pytest.mark.parametrize("name", EITHER)
 def test_a_model_does_not_notice_where_the_kv_lies(name):
-    """After a long prompt, a short one and a single token, until all have outgrown the budget."""
+    """Prompts of 83, 40 and 1 tokens, each continued until it is longer than the budget."""
     model, ids = tiny_model("qwen3"), [prompt(length, length) for length in (83, 40, 1)]
     here, there = (run(model, name, settings(name, {**SMALL, "offload": to}), ids, 60) for to in (False, True))
     for one, other in zip(here, there, strict=True):
