@@ -79,6 +79,19 @@ def test_unpacked_numbers_are_exactly_those_of_the_format(name, by):
     assert torch.equal(weight.unpack(), wide.float())
 
 
+@pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "MXFP4"])
+def test_numbers_are_the_same_without_look_ups_in_registers(name, monkeypatch):
+    """As on a processor without AVX-512. These loops are not kept, since others would take them for their own."""
+    monkeypatch.setattr(_numba, "LEAST", 1)
+    monkeypatch.setattr(packed_linear, "permutes", lambda: False)
+    monkeypatch.setattr(packed_linear, "compiled", _numba.numba.njit(parallel=True))
+    monkeypatch.setattr(packed_linear, "_unpacking", packed_linear._unpacking.__wrapped__)
+    weight, wide = drawn(name)
+    out = torch.full(wide.shape, torch.nan)
+    assert torch.equal(unpack_rows(weight.packed, weight.packing, out).double(), wide)
+
+
 HELD_BELOW = ("Q4_0", "Q4_1", "Q6_K", "Q8_0")  # with several rows: their loops are compiled for so many
 SEVERAL = [3, MOST_ROWS, MOST_ROWS + 3, 2 * MOST_ROWS + 1]
 SEVERAL_ROWS = crossed([name for name in PACKINGS if name not in HELD_BELOW], SEVERAL, turns=4)
@@ -94,6 +107,16 @@ def test_products_are_those_of_the_numbers(name, rows, by):
     found = functional.linear(x.bfloat16(), weight)
     assert found.dtype == torch.bfloat16
     assert error(found, x.bfloat16().double() @ wide.T) < 1e-2
+
+
+@pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
+@pytest.mark.parametrize("name", ["Q4_1", "Q4_K"])
+def test_a_row_alone_has_the_products_that_it_has_beside_another(name, monkeypatch):
+    """Loops for one and for two rows add in one order, and round every product as often."""
+    monkeypatch.setattr(_numba, "LEAST", 1)
+    weight, _ = drawn(name)
+    x = noise(2, COLUMNS)
+    assert torch.equal(functional.linear(x[:1], weight), functional.linear(x, weight)[:1])
 
 
 def test_loops_are_for_whole_lots(monkeypatch):
