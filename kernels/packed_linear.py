@@ -889,8 +889,8 @@ class _Block:
         """
         if not permutes():
             return self.scaled(self.low(packed), *low), self.scaled(self.high(packed), *high)
-        tables = [self.scaled(self.of(range(LANES)), *each) for each in ((low,) if high is low else (low, high))]
-        return self.looked_up(packed, tables[0]), self.looked_up(self.high(packed), tables[-1])
+        below, above = (self.scaled(self.of(range(LANES)), *each) for each in (low, high))
+        return self.looked_up(packed, below), self.looked_up(self.high(packed), above)
 
     def looked_up(self, words: Any, table: Any) -> Any:
         """Return the number of a table of sixteen for the four lowest bits of each word, see `permutes`."""
