@@ -127,7 +127,7 @@ def _memory(plan: CapacityPlan) -> Table:
         *([("KV away meanwhile, less", format_bytes(need.prefill.away), "")] if need.prefill.away else []),
         *((f"{name}, host", format_bytes(size), "estimated") for name, size in need.prefill.host.items()),
         ("runtime", format_bytes(RUNTIME_BYTES), "allowed for"),
-        *([("compiler", format_bytes(COMPILER_BYTES), "more in a first run")] if plan.compiles else []),
+        *([("compiler", format_bytes(COMPILER_BYTES), "at most, in a first run")] if plan.compiles else []),
         *((f"free, {pool}", format_bytes(size), "") for pool, size in plan.free.items()),
     ]
     return Table(("part", "size", ""), rows, texts=("",))
