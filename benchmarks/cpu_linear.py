@@ -3,7 +3,8 @@
     python benchmarks/cpu_linear.py fp32
     python benchmarks/cpu_linear.py packed
 
-`fp32` runs one layer at several numbers of rows, `packed` those of a decode step; of these the least times count.
+`fp32` runs one layer at several numbers of rows, `packed` all those of a decode step, from one attention to the next in
+one loop as a step runs them, and the vocabulary's; of these the least times count.
 """
 
 import argparse
@@ -16,10 +17,10 @@ from common import add_command, arguments, ratios, said, save, spread
 from torch import Tensor, nn
 
 from kvcli.compat import onednn_linear
+from kvcli.kernels.chain import Chain, Gate, Products
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
 from kvcli.models.weights import room_for
-from kvcli.runtime.cpu_layers import CpuKernels
-from kvcli.runtime.linear import cpu_linears
+from kvcli.runtime.linear import by_memory, cpu_linears, matrix_of
 
 WIDTH, INNER = 512, 1408
 COPIES = 40  # different weights in turn, more than a cache holds
@@ -36,9 +37,18 @@ def milliseconds(work: Callable[[], None]) -> float:
 
 
 SHAPES = {
-    "SmolLM2-135M": {"width": 576, "kv": 192, "inner": 1536, "layers": 30},
-    "4,096 wide": {"width": 4096, "kv": 1024, "inner": 14336, "layers": 2},
+    "SmolLM2-135M": {"width": 576, "kv": 192, "inner": 1536, "layers": 30, "vocabulary": 49152},
+    "dummy:small": {"width": 512, "kv": 256, "inner": 1408, "layers": 8, "vocabulary": 32000},
+    "4,096 wide": {"width": 4096, "kv": 1024, "inner": 14336, "layers": 2, "vocabulary": 0},
 }
+
+INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What llama.cpp writes for rows that are no whole number of blocks of 256."""
+
+
+def format_of(name: str, columns: int) -> str:
+    """Return the format that rows of so many columns have in a file of this format."""
+    return INSTEAD[name] if name in INSTEAD and columns % PACKINGS[name].size else name
 
 
 def linear(rows: int, columns: int, name: str, room: Iterator[Tensor | None]) -> nn.Linear:
@@ -47,33 +57,45 @@ def linear(rows: int, columns: int, name: str, room: Iterator[Tensor | None]) ->
     if name == "F32":
         made.weight = nn.Parameter(torch.randn(rows, columns), requires_grad=False)
         return made
-    drawn = torch.randint(0, 256, (rows, PACKINGS[name].row_bytes(columns)), dtype=torch.uint8)
-    packed = drawn & 0xBB if PACKINGS[name].size > 1 else drawn & 0xBF | 0x30
-    if name == "MXFP4":
-        packed.view(rows, -1, PACKINGS[name].nbytes)[..., 0] = 120  # an exponent
     held = next(room)
     assert held is not None
+    packing = PACKINGS[name]
+    drawn = torch.randint(0, 256, (rows, packing.row_bytes(columns)), dtype=torch.uint8)
+    packed = drawn & 0xBB if packing.size > 1 else drawn & 0xBF | 0x30
+    if name == "MXFP4":
+        packed.view(rows, -1, packing.nbytes)[..., 0] = 120  # an exponent
     packed = held.copy_(packed.view(-1)).view(rows, -1)
-    made.weight = nn.Parameter(PackedWeight(packed, PACKINGS[name], torch.float32), requires_grad=False)
+    made.weight = nn.Parameter(PackedWeight(packed, packing, torch.float32), requires_grad=False)
     return made
 
 
 def step(shape: dict[str, int], name: str) -> Callable[[Tensor], None]:
-    """Make the products of all layers as steps run them: queries, keys and values are one, and so are gate and up."""
-    width, kv, inner, kernels = shape["width"], shape["kv"], shape["inner"], CpuKernels()
-    sizes = [(width, width), (kv, width), (kv, width), (inner, width), (inner, width), (width, width), (width, inner)]
-    layers, taken = [], [] if name == "F32" else [rows * PACKINGS[name].row_bytes(columns) for rows, columns in sizes]
-    room = iter(room_for(taken * shape["layers"], torch.device("cpu")))
-    for _ in range(shape["layers"]):
-        q, k, v, gate, up, out, down = (linear(*size, name, room) for size in sizes)
-        attention, gated = kernels.together([q, k, v]), kernels.gated(gate, up)
-        layers.append((attention, kernels.alone(out), gated, kernels.alone(down)))
+    """Make the products of a step, each layer's from what attention gave to the next queries, keys and values."""
+    width, kv, inner = shape["width"], shape["kv"], shape["inner"]
+    sizes = [(width, width), (inner, width), (inner, width), (width, inner), (width, width), (kv, width), (kv, width)]
+    sizes = sizes * shape["layers"] + [(shape["vocabulary"], width)] * (shape["vocabulary"] > 0)
+    formats = [format_of(name, columns) for _, columns in sizes]
+    both = list(zip(sizes, formats, strict=True))
+    taken = [] if name == "F32" else [rows * PACKINGS[each].row_bytes(columns) for (rows, columns), each in both]
+    room = iter(room_for(taken, torch.device("cpu")))
+    linears = [linear(*size, each, room) for size, each in both]
+    chains = []
+    for first in range(0, 7 * shape["layers"], 7):
+        out, gate, up, down, *attention = map(matrix_of, linears[first : first + 7])
+        stages = [
+            Products("attended", "sum", [out], plus="x"),
+            Gate("sum", "inner", gate, up),
+            Products("inner", "out", [down], plus="sum"),
+            Products("out", "products", attention),
+        ]
+        chains.append(Chain(["x", "attended"], stages, ["products"]))
+    head = by_memory(linears[-1]) if shape["vocabulary"] else None
 
     def run(x: Tensor) -> None:
-        for attention, out, gated, down in layers:
-            attention(x)
-            out(x)
-            down(gated(x))
+        for chain in chains:
+            chain(x, x)
+        if head is not None:
+            head(x)
 
     return run
 
@@ -109,9 +131,8 @@ def packed(args: argparse.Namespace) -> None:
     """Run the layers of a decode step with weights in each format."""
     results = []
     for called, shape in SHAPES.items():
-        names = [name for name in args.formats if name == "F32" or shape["width"] % PACKINGS[name].size == 0]
-        steps, x = {name: step(shape, name) for name in names}, torch.randn(1, 1, shape["width"])
-        least = dict.fromkeys(names, float("inf"))
+        steps, x = {name: step(shape, name) for name in args.formats}, torch.randn(1, shape["width"])
+        least = dict.fromkeys(args.formats, float("inf"))
         for repeat in range(args.repeats + 1):
             for name, run in steps.items():
                 started = time.perf_counter()

@@ -40,8 +40,21 @@ WORTH_A_THREAD = 1 << 16
 """Numbers per thread at least: 10 us or so, while waiting for other threads can take longer."""
 
 ARITHMETIC: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+IN_ORDER: Any = {**ARITHMETIC, "fastmath": {"contract", "nsz"}}
+"""The same, but numbers are added in the written order."""
 
-__all__ = ["Compiling", "carray", "compiled", "compiled_at", "compiling", "flat", "in_order", "inlined"]
+__all__ = [
+    "ARITHMETIC",
+    "IN_ORDER",
+    "Compiling",
+    "carray",
+    "compiled",
+    "compiled_at",
+    "compiling",
+    "flat",
+    "in_order",
+    "inlined",
+]
 __all__ += ["intrinsic", "prange", "run", "run_alone", "serial", "serves", "use_threads"]
 
 
@@ -108,17 +121,17 @@ def compiled(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:
         return numba.njit(**kind)(function)
 
 
-def serial(function: Callable[..., Any]) -> Any:
+def serial(function: Callable[..., Any], arithmetic: Any = ARITHMETIC) -> Any:
     """Compile a loop for one thread, to be run by `run_alone`."""
-    return compiled(function, {**ARITHMETIC, "parallel": False})
+    return compiled(function, {**arithmetic, "parallel": False})
 
 
-def compiled_at(function: Callable[..., None], arguments: int) -> int:
+def compiled_at(function: Callable[..., None], arguments: int, arithmetic: Any = ARITHMETIC) -> int:
     """Compile a loop for one thread that takes integers only, as many as `arguments`; return its address.
 
     Other loops call it there. It stays until the process ends.
     """
-    made, signature = serial(function), numba.void(*[numba.int64] * arguments)
+    made, signature = serial(function, arithmetic), numba.void(*[numba.int64] * arguments)
     made.compile(signature)
     found = made.get_compile_result(signature)
     _made.append(made)
@@ -132,7 +145,7 @@ _made: list[Any] = []
 
 def in_order(function: Callable[..., Any]) -> Any:
     """Compile a loop that adds in the written order; otherwise LLVM would vectorise look-ups, which is slower."""
-    return compiled(function, {**ARITHMETIC, "fastmath": ARITHMETIC["fastmath"] - {"reassoc"}})
+    return compiled(function, IN_ORDER)
 
 
 def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32, numbers: int = 0) -> bool:

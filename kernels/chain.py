@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcli.kernels._llvm import at_address, call_at, exp, fetch_and_add, fetched, let_others_run
-from kvcli.kernels._numba import compiled, compiled_at, inlined, prange, use_threads
+from kvcli.kernels._numba import ARITHMETIC, compiled, compiled_at, inlined, prange, use_threads
 
 ROWS = 32  # rows of a weight per thread at once
 _LINE = 16  # numbers of a cache line
@@ -138,13 +138,13 @@ def floats(place: Any, *shape: Any) -> Any:
     return at_address(place, np.float32(0), shape)
 
 
-def loop_of_rows(function: Callable[..., None]) -> int:
+def loop_of_rows(function: Callable[..., None], arithmetic: Any = ARITHMETIC) -> int:
     """Compile the loop of a weight, and return its address.
 
     It gets the addresses of weight, x and out, the first and last of the weight's rows, those of its columns and of a
     row of `out`, the column of `out` for the weight's first row, and the rows of x.
     """
-    return compiled_at(function, 9)
+    return compiled_at(function, 9, arithmetic)
 
 
 @inlined
@@ -166,11 +166,11 @@ def _matrix(matrices: Any, index: Any) -> Any:
 
 
 @inlined
-def _block(stage: Any, matrices: Any, places: Any, held: Any, rows: Any, block: Any) -> None:
-    """Do the part of a stage that belongs to one thread: some rows of a weight."""
+def _rows(stage: Any, matrices: Any, places: Any, held: Any, rows: Any, begin: Any, end: Any) -> None:
+    """Multiply by blocks of `ROWS` rows of a stage's weights, from `begin` to `end`; rows side by side in one call."""
     x, out, index, width = places[stage[_X]], places[stage[_OUT]], stage[_WEIGHT], stage[_WIDTH]
     if stage[_KIND] == _GATE:
-        first, last = block * ROWS, min(block * ROWS + ROWS, width)
+        first, last = begin * ROWS, min(end * ROWS, width)
         _multiply(_matrix(matrices, index), x, held, first, last, 2 * width, 0, rows)
         _multiply(_matrix(matrices, index + 1), x, held, first, last, 2 * width, width, rows)
         both, gated = floats(held, rows, 2 * width), floats(out, rows, width)
@@ -180,18 +180,21 @@ def _block(stage: Any, matrices: Any, places: Any, held: Any, rows: Any, block: 
                 less = -s if s > np.float32(-88) else np.float32(88)  # beyond that, e^88 is practically infinite
                 gated[m, i] = s / (np.float32(1) + exp(less)) * both[m, width + i]
         return
-    at = 0
-    while block >= (matrices[index, 2] + ROWS - 1) // ROWS:
-        block -= (matrices[index, 2] + ROWS - 1) // ROWS
-        at += matrices[index, 2]
+    at, own = 0, 0
+    while own < end:
+        count = matrices[index, 2]
+        blocks = (count + ROWS - 1) // ROWS
+        first, last = max(begin - own, 0) * ROWS, min((end - own) * ROWS, count)
+        if first < last:
+            _multiply(_matrix(matrices, index), x, out, first, last, width, at, rows)
+            if stage[_PLUS] >= 0:
+                added, target = floats(places[stage[_PLUS]], rows, width), floats(out, rows, width)
+                for m in range(rows):
+                    for i in range(at + first, at + last):
+                        target[m, i] += added[m, i]
+        own += blocks
+        at += count
         index += 1
-    first, last = block * ROWS, min(block * ROWS + ROWS, matrices[index, 2])
-    _multiply(_matrix(matrices, index), x, out, first, last, width, at, rows)
-    if stage[_PLUS] >= 0:
-        added, target = floats(places[stage[_PLUS]], rows, width), floats(out, rows, width)
-        for m in range(rows):
-            for i in range(at + first, at + last):
-                target[m, i] += added[m, i]
 
 
 @inlined
@@ -238,18 +241,20 @@ def _blocks(stage: Any, told: Any) -> Any:
 
 
 @inlined
-def _do(stage: Any, constants: Any, matrices: Any, places: Any, told: Any, rows: Any, block: Any) -> None:
+def _do(stage: Any, constants: Any, matrices: Any, places: Any, told: Any, rows: Any, begin: Any, end: Any) -> None:
     kind, x, out, width = stage[_KIND], places[stage[_X]], places[stage[_OUT]], stage[_WIDTH]
     if kind == _NORM:
         given, normed = floats(x, rows, width), floats(out, rows, width)
         for m in range(rows):
             _normalise(given[m], floats(stage[_WEIGHT], width), constants, normed[m])
     elif kind == _HEADS:
-        _head(stage, constants, places, rows, block)
+        for head in range(begin, end):
+            _head(stage, constants, places, rows, head)
     elif kind in (_ATTEND, _MERGE):
-        call_at(stage[_WEIGHT], (told[stage[_PLUS]].ctypes.data, x, out, block))
+        for block in range(begin, end):
+            call_at(stage[_WEIGHT], (told[stage[_PLUS]].ctypes.data, x, out, block))
     else:
-        _block(stage, matrices, places, places[len(places) - 1], rows, block)
+        _rows(stage, matrices, places, places[len(places) - 1], rows, begin, end)
 
 
 _SHARES = 16  # numbers per stage: two cache lines, one for the shares taken, one for those done
@@ -266,8 +271,8 @@ def _work(
         count = min(blocks, threads)
         share = fetch_and_add(shares, s * _SHARES, 1)
         while share < count:
-            for block in range(share * blocks // count, (share + 1) * blocks // count):
-                _do(stages[s], constants[s], matrices, places, told, rows, np.int64(block))
+            begin, end = np.int64(share * blocks // count), np.int64((share + 1) * blocks // count)
+            _do(stages[s], constants[s], matrices, places, told, rows, begin, end)
             fetch_and_add(shares, s * _SHARES + _SHARES // 2, 1)
             share = fetch_and_add(shares, s * _SHARES, 1)
         turns = 0

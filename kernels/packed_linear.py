@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from kvcli.kernels._llvm import LINE, NUMBERS, FlatArrays, all_of, at_address, lanes, permutes
-from kvcli.kernels._numba import compiled, intrinsic, prange, run, serves
+from kvcli.kernels._numba import IN_ORDER, compiled, intrinsic, prange, run, serves
 from kvcli.kernels._triton import jit, launch, power_of_two, takes, tl
 from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_rows
 
@@ -814,7 +814,7 @@ class _Block:
         from llvmlite import ir
 
         self.builder, self.held, self.parts = builder, held, parts
-        self.float, self.byte, self.word = ir.FloatType(), ir.IntType(8), ir.IntType(32)
+        self.float, self.short, self.word = ir.FloatType(), ir.IntType(16), ir.IntType(32)
         self.floats, self.words = ir.VectorType(self.float, LANES), ir.VectorType(self.word, LANES)
         self.constant = ir.Constant
 
@@ -822,8 +822,8 @@ class _Block:
         """Load sixteen bytes."""
         return self.builder.zext(self.held.load(0, LANES, at), self.words)
 
-    def ask_for(self, ahead: int, count: int) -> None:
-        """Prefetch bytes this far ahead; a processor's own prefetching does not reach memory speed."""
+    def ask_for(self, count: int) -> None:
+        """Prefetch so many bytes; a processor's own prefetching does not reach memory speed."""
         from llvmlite import ir
         from numba.core import cgutils
 
@@ -832,28 +832,43 @@ class _Block:
         declare: Any = cgutils.get_or_insert_function
         function = declare(self.builder.module, hint, "llvm.prefetch.p0")
         for at in range(0, count, LINE):
-            place = self.held.place(0, ahead + at)
+            place = self.held.place(0, at)
             self.builder.call(function, [self.builder.bitcast(place, anything), word(0), word(3), word(1)])
 
     def signed(self, at: int) -> Any:
         """Load sixteen signed bytes."""
         return self.builder.sext(self.held.load(0, LANES, at), self.words)
 
-    def half(self, at: int, count: int = LANES) -> Any:
-        """Load one half-precision number into every lane, `count` of them.
+    def half(self, at: int) -> Any:
+        """Load one half-precision number into every lane.
 
         Converted alone, it would go into a register that still waits for the sums of the block before.
         """
+        read = self.builder.bitcast(self.held.load(0, 2, at), self.short)
+        return self._of_halves(read, [0] * LANES)
+
+    def scale_and_less(self, at: int) -> Any:
+        """Load a half-precision number into eight lanes, and the next one, negated, into eight more."""
+        read = self.builder.bitcast(self.held.load(0, 4, at), self.word)
+        return self._of_halves(read, [0] * 8 + [1] * 8, [1.0, -1.0, 1.0, -1.0])
+
+    def _of_halves(self, read: Any, which: Sequence[int], factors: Sequence[float] = ()) -> Any:
+        """Repeat numbers `which` of the bytes read, times their factors."""
         from llvmlite import ir
 
-        bits = self.builder.zext(self.builder.bitcast(self.held.load(0, 2, at), ir.IntType(16)), ir.IntType(64))
-        halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), 4))
-        wide = self.builder.fpext(halves, ir.VectorType(self.float, 4))
-        return lanes(self.builder, (wide, wide), [0] * count)
+        bits = self.builder.zext(read, ir.IntType(64))
+        wide = self.builder.fpext(
+            self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), 4)), ir.VectorType(self.float, 4)
+        )
+        if factors:
+            wide = self.builder.fmul(wide, self.constant(wide.type, factors))
+        return lanes(self.builder, (wide, wide), which)
 
     def bits(self, at: int) -> Any:
-        """Load 32 bits into every lane."""
-        return self.each(self.builder.bitcast(self.held.load(0, 4, at), self.word))
+        """Load sixteen bits, one for each lane, into a mask register."""
+        from llvmlite import ir
+
+        return self.builder.bitcast(self.held.load(0, 2, at), ir.VectorType(ir.IntType(1), LANES))
 
     def each(self, number: Any) -> Any:
         """Repeat one number in every lane."""
@@ -871,10 +886,9 @@ class _Block:
         """Return the upper halves of bytes."""
         return self.builder.lshr(words, self.of(4))
 
-    def with_fifth(self, words: Any, bits: Any, places: int | Iterable[int]) -> Any:
-        """Add a fifth bit, at these places of `bits`, above four bits."""
-        bit = self.builder.and_(self.builder.lshr(bits, self.of(places)), self.of(1))
-        return self.builder.or_(words, self.builder.shl(bit, self.of(4)))
+    def with_fifth(self, words: Any, bits: Any) -> Any:
+        """Add a fifth bit, given in a mask register, above four bits."""
+        return self.builder.select(bits, self.builder.or_(words, self.of(16)), words)
 
     def scaled(self, words: Any, scale: Any, beside: Any = None) -> Any:
         """Return scale * words + beside, rounded once."""
@@ -906,13 +920,12 @@ class _Block:
         return self.builder.fmul(a, self.constant(a.type, [number] * a.type.count))
 
 
-def _of_parts(block: _Block, decode: Callable[[_Block], Sequence[Any]]) -> Callable[[int], Any]:
+def _of_parts(block: _Block, decode: Callable[[_Block], Any]) -> Callable[[int], Any]:
     """Return what gives one of the sixteen numbers of a block's parts in every lane."""
     if (load := block.parts) is not None:
         return lambda at: block.each(load(at))
-    vectors = decode(block)
-    each = LANES // len(vectors)
-    return lambda at: lanes(block.builder, (vectors[at // each],) * 2, [at % each] * LANES)
+    numbers = decode(block)
+    return lambda at: lanes(block.builder, (numbers, numbers), [at] * LANES)
 
 
 def _parts_of_k(block: _Block) -> list[tuple[Any, Any]]:
@@ -921,29 +934,22 @@ def _parts_of_k(block: _Block) -> list[tuple[Any, Any]]:
     return [(number(part), number(8 + part)) for part in range(8)]
 
 
-def _scales_of_k(block: _Block) -> tuple[Any, Any]:
-    """Decode the scales of a block of Q4_K or Q5_K, and its offsets, eight each."""
-    from llvmlite import ir
+def _scales_of_k(block: _Block) -> Any:
+    """Decode the eight scales of a block of Q4_K or Q5_K, then its eight offsets.
 
-    builder, word = block.builder, block.word
-    a, b, c = (builder.bitcast(block.held.load(0, 4, at), word) for at in (4, 8, 12))
+    The first four of each have six bits of a byte, the others four bits of one and two of another.
+    """
+    builder, header = block.builder, block.held.load(0, LANES)
 
-    def masked(bits: Any, mask: int, shift: int = 0) -> Any:
-        return builder.and_(builder.lshr(bits, word(shift)) if shift else bits, word(mask))
+    def bits(which: Iterable[int], shifts: Sequence[int], masks: Sequence[int]) -> Any:
+        words = builder.zext(lanes(builder, (header, header), which), block.words)
+        shifted = builder.lshr(words, block.of(shift for shift in shifts for _ in range(4)))
+        return builder.and_(shifted, block.of(mask for mask in masks for _ in range(4)))
 
-    def eight(first: Any, second: Any, scale: Any) -> Any:
-        pair = ir.Constant(ir.VectorType(word, 2), ir.Undefined)
-        for at, bits in enumerate((first, second)):
-            pair = builder.insert_element(pair, bits, word(at))
-        levels = builder.zext(builder.bitcast(pair, ir.VectorType(block.byte, 8)), ir.VectorType(word, 8))
-        wide = builder.sitofp(levels, ir.VectorType(block.float, 8))
-        return builder.fmul(wide, scale)
-
-    half, quarter = 0x3F3F3F3F, 0x0F0F0F0F
-    scales = eight(masked(a, half), builder.or_(masked(c, quarter), masked(a, 0x30303030, 2)), block.half(0, 8))
-    last = builder.or_(masked(c, quarter, 4), masked(b, 0x30303030, 2))
-    least = eight(masked(b, half), last, block.times(block.half(2, 8), -1.0))
-    return scales, least
+    a, b, c = range(4, 8), range(8, 12), range(12, 16)
+    low = bits([*a, *c, *b, *c], [0, 0, 0, 4], [0x3F, 0x0F, 0x3F, 0x0F])
+    high = bits([*a, *a, *b, *b], [2, 2, 2, 2], [0, 0x30, 0, 0x30])
+    return builder.fmul(builder.sitofp(builder.or_(low, high), block.floats), block.scale_and_less(0))
 
 
 def _q4_0(block: _Block) -> Iterator[Any]:
@@ -957,18 +963,18 @@ def _q4_1(block: _Block) -> Iterator[Any]:
     yield from block.halves(block.unsigned(4), part, part)
 
 
-def _q5(block: _Block, scale: Any, beside: Any, bits: Any, packed: Any) -> Iterator[Any]:
-    yield block.scaled(block.with_fifth(block.low(packed), bits, range(LANES)), scale, beside)
-    yield block.scaled(block.with_fifth(block.high(packed), bits, range(LANES, 2 * LANES)), scale, beside)
+def _q5(block: _Block, scale: Any, beside: Any, bits: int, packed: Any) -> Iterator[Any]:
+    for words, at in ((block.low(packed), bits), (block.high(packed), bits + 2)):
+        yield block.scaled(block.with_fifth(words, block.bits(at)), scale, beside)
 
 
 def _q5_0(block: _Block) -> Iterator[Any]:
     scale = block.half(0)
-    return _q5(block, scale, block.times(scale, -16.0), block.bits(2), block.unsigned(6))
+    return _q5(block, scale, block.times(scale, -16.0), 2, block.unsigned(6))
 
 
 def _q5_1(block: _Block) -> Iterator[Any]:
-    return _q5(block, block.half(0), block.half(2), block.bits(4), block.unsigned(8))
+    return _q5(block, block.half(0), block.half(2), 4, block.unsigned(8))
 
 
 def _q8_0(block: _Block) -> Iterator[Any]:
@@ -987,12 +993,13 @@ def _q4_k(block: _Block) -> Iterator[Any]:
 
 
 def _q5_k(block: _Block) -> Iterator[Any]:
-    parts, fifth = _parts_of_k(block), [block.unsigned(16 + at) for at in (0, LANES)]
+    builder, parts, fifth = block.builder, _parts_of_k(block), [block.unsigned(16 + at) for at in (0, LANES)]
     for pair in range(4):
         packed = [block.unsigned(48 + 32 * pair + at) for at in (0, LANES)]
         for place, take in ((2 * pair, block.low), (2 * pair + 1, block.high)):
             for words, bits in zip(packed, fifth, strict=True):
-                yield block.scaled(block.with_fifth(take(words), bits, place), *parts[place])
+                bit = builder.icmp_unsigned("!=", builder.and_(bits, block.of(1 << place)), block.of(0))
+                yield block.scaled(block.with_fifth(take(words), bit), *parts[place])
 
 
 def _q6_k(block: _Block) -> Iterator[Any]:
@@ -1010,10 +1017,10 @@ def _q6_k(block: _Block) -> Iterator[Any]:
                 scale += 1
 
 
-def _scales_of_q6_k(block: _Block) -> tuple[Any]:
+def _scales_of_q6_k(block: _Block) -> Any:
     """Decode the sixteen scales of a block of Q6_K."""
     builder = block.builder
-    return (builder.fmul(builder.sitofp(block.signed(192), block.floats), block.half(208)),)
+    return builder.fmul(builder.sitofp(block.signed(192), block.floats), block.half(208))
 
 
 def _mxfp4(block: _Block) -> Iterator[Any]:
@@ -1084,6 +1091,13 @@ def _in_parts(packing: int) -> bool:
     return list(_IN_LANES)[packing] in _SCALES
 
 
+_STREAMS = {"Q5_0": 1, "Q5_1": 1, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2}
+"""Rows of a weight that one row of x is multiplied with at once, if not four: for more, registers would not be enough.
+
+A processor prefetches in each of them, which formats of a byte a number and more need to come near memory's speed.
+"""
+
+
 @intrinsic
 def _unpack_row(_: Any, packed: Any, place: Any, out: Any, at: Any, lots: Any, packing: Any) -> Any:
     """Unpack a row of `lots` lots, which starts at `place`, to `out` from `at` on."""
@@ -1121,9 +1135,7 @@ def _decode_scales(_: Any, packed: Any, place: Any, parts: Any, first: Any, lots
             for argument, step in ((1, nbytes), (3, LANES)):
                 here[argument] = builder.add(given[argument], builder.mul(loop.index, loop.index.type(step)))
             held = FlatArrays(context, builder, signature, here)
-            vectors = _SCALES[list(_IN_LANES)[packing.literal_value]](_Block(builder, held))
-            for at, numbers in enumerate(vectors):
-                held.store(2, numbers, LANES // len(vectors) * at)
+            held.store(2, _SCALES[list(_IN_LANES)[packing.literal_value]](_Block(builder, held)))
         return context.get_dummy_value()
 
     if not isinstance(packing, types.Literal):
@@ -1132,7 +1144,7 @@ def _decode_scales(_: Any, packed: Any, place: Any, parts: Any, first: Any, lots
 
 
 @intrinsic
-def _multiply_row(
+def _multiply_rows(
     _: Any,
     packed: Any,
     place: Any,
@@ -1145,11 +1157,13 @@ def _multiply_row(
     sizes: Any,
     packing: Any,
     rows: Any,
+    streams: Any,
 ) -> Any:
-    """Multiply a row of a weight, which starts at `place`, with `rows` rows of x, the first starting at `own`.
+    """Multiply `streams` rows of a weight, the first of which starts at `place`, with `rows` rows of x from `own` on.
 
-    `sizes` are the lots of a row, the numbers of a row of x, and those of a row of `out`. The first product goes to
-    `at`. `parts` are what `_decode_scales` gave, if the packing has such parts.
+    `sizes` are the lots of a row, the numbers of a row of x, those of a row of `out`, and how many rows of the weight
+    a stream is from the next. The first product goes to `at`. `parts` are what `_decode_scales` gave for the streams,
+    if the packing has such parts.
     """
     from llvmlite import ir
     from numba import types
@@ -1157,52 +1171,67 @@ def _multiply_row(
 
     def multiply(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         (size, nbytes), count = _lot(packing.literal_value), rows.literal_value
-        values = list(_IN_LANES.values())[packing.literal_value]
-        tools: Any = cgutils
-        lots, width, stride = tools.unpack_tuple(builder, given[8])
+        values: Any = list(_IN_LANES.values())[packing.literal_value]
+        in_parts, tools = _in_parts(packing.literal_value), cast(Any, cgutils)
+        lots, width, stride, apart = tools.unpack_tuple(builder, given[8])
         vector = ir.VectorType(ir.FloatType(), LANES)
         zero, chains = ir.Constant(vector, [0.0] * LANES), min(4, 16 // count)
-        in_parts = _in_parts(packing.literal_value)
-        sums = [[tools.alloca_once_value(builder, zero) for _ in range(chains)] for _ in range(count)]
+        every = range(streams.literal_value)
+        sums = [[[tools.alloca_once_value(builder, zero) for _ in range(chains)] for _ in range(count)] for _ in every]
+        row_bytes = builder.mul(lots, lots.type(nbytes))
+        between = builder.mul(apart, row_bytes)  # the streams
+        # `_decode_scales` reads all of a row before it is multiplied, so the next row is asked for.
+        ahead = row_bytes if in_parts else row_bytes.type(_AHEAD)
+
+        def moved(*by: tuple[int, Any]) -> FlatArrays:
+            here = list(given)
+            for argument, offset in by:
+                here[argument] = builder.add(here[argument], offset)
+            return FlatArrays(context, builder, signature, here)
+
+        def times(number: Any, factor: int) -> Any:
+            return builder.mul(number, number.type(factor))
+
+        def of_stream(stream: int, index: Any) -> Any:
+            """Return the numbers of a block, and ask for later ones."""
+            begin = builder.add(times(between, stream), times(index, nbytes))
+            lot = builder.add(times(lots, stream), index)
+            arrays = moved((1, begin), (7, times(lot, LANES)))
+            _Block(builder, moved((1, builder.add(begin, ahead)))).ask_for(nbytes)
+            load = (lambda part: builder.load(arrays.place(6, part))) if in_parts else None
+            return values(_Block(builder, arrays, load))
+
         with cgutils.for_range(builder, lots) as loop:
-            index = loop.index
-            here = list(given)
-            here[1] = builder.add(given[1], builder.mul(index, index.type(nbytes)))
-            column = builder.add(given[3], builder.mul(index, index.type(size)))
-            begins = [builder.add(column, builder.mul(width, width.type(row))) for row in range(count)]
-            of_x = [FlatArrays(context, builder, signature, [*given[:3], begin, *given[4:]]) for begin in begins]
-            held = [[builder.load(each) for each in chain] for chain in sums]
-            here[7] = builder.add(given[7], builder.mul(index, index.type(LANES)))
-            arrays = FlatArrays(context, builder, signature, here)
-            block = _Block(builder, arrays, (lambda part: builder.load(arrays.place(6, part))) if in_parts else None)
-            if in_parts:  # the next row is asked for: `_decode_scales` reads all of it before it is multiplied
-                here = [*here[:1], builder.add(here[1], builder.mul(lots, lots.type(nbytes))), *here[2:]]
-            _Block(builder, FlatArrays(context, builder, signature, here)).ask_for(_AHEAD, nbytes)
-            for lane, weights in enumerate(values(block)):
+            column = times(loop.index, size)
+            of_x = [moved((3, builder.add(column, times(width, row)))) for row in range(count)]
+            held = [[[builder.load(each) for each in chain] for chain in own] for own in sums]
+            blocks = [of_stream(stream, loop.index) for stream in every]
+            for lane, weights in enumerate(zip(*blocks, strict=True)):
                 for row in range(count):
-                    product = builder.fmul(weights, of_x[row].load(2, LANES, LANES * lane), flags=("contract",))
-                    chain = held[row]
-                    chain[lane % chains] = builder.fadd(chain[lane % chains], product, flags=("contract",))
-            for chain, places in zip(held, sums, strict=True):
-                for index, where in enumerate(places):  # the next block adds to other sums
-                    builder.store(chain[(index + size // LANES) % chains], where)
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), vector])
-        declare: Any = cgutils.get_or_insert_function
-        add_up = declare(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
-        for row in range(count):
-            total = builder.load(sums[row][0])
-            for where in sums[row][1:]:
-                total = builder.fadd(total, builder.load(where))
-            number = builder.call(add_up, [ir.Constant(ir.FloatType(), 0.0), total], fastmath=("reassoc",))
-            here = list(given)
-            here[5] = builder.add(given[5], builder.mul(stride, stride.type(row)))
-            one = builder.bitcast(number, ir.VectorType(number.type, 1))
-            FlatArrays(context, builder, signature, here).store(4, one)
+                    numbers = of_x[row].load(2, LANES, LANES * lane)
+                    for stream in every:
+                        product = builder.fmul(weights[stream], numbers, flags=("contract",))
+                        chain = held[stream][row]
+                        chain[lane % chains] = builder.fadd(chain[lane % chains], product, flags=("contract",))
+            for own, targets in zip(held, sums, strict=True):
+                for chain, places in zip(own, targets, strict=True):
+                    for index, where in enumerate(places):  # the next block adds to other sums
+                        builder.store(chain[(index + size // LANES) % chains], where)
+        for stream in every:
+            for row in range(count):
+                total = builder.load(sums[stream][row][0])
+                for where in sums[stream][row][1:]:
+                    total = builder.fadd(total, builder.load(where))
+                while (half := total.type.count // 2) > 0:
+                    parts_of = (lanes(builder, (total, total), range(at, at + half)) for at in (0, half))
+                    total = builder.fadd(*parts_of)
+                moved((5, builder.add(times(apart, stream), times(stride, row)))).store(4, total)
         return context.get_dummy_value()
 
-    if not isinstance(packing, types.Literal) or not isinstance(rows, types.Literal):
+    literals = packing, rows, streams
+    if not all(isinstance(each, types.Literal) for each in literals):
         return None
-    return types.none(packed, place, x, own, out, at, parts, first, sizes, packing, rows), multiply
+    return types.none(packed, place, x, own, out, at, parts, first, sizes, *literals), multiply
 
 
 @cache
@@ -1223,7 +1252,7 @@ def _unpacking(packing: int) -> Any:
 def _multiplying(packing: int, rows: int) -> int:
     """Make the loop that multiplies `rows` rows of x by rows of a packing, see `kvcli.kernels.chain`."""
     size, nbytes = _lot(packing)
-    in_parts = _in_parts(packing)
+    in_parts, streams = _in_parts(packing), _STREAMS.get(list(PACKINGS)[packing], 4) if rows == 1 else 1
 
     def multiply(
         weight: int, x: int, out: int, first: int, last: int, columns: int, stride: int, at: int, _: int
@@ -1232,15 +1261,23 @@ def _multiplying(packing: int, rows: int) -> int:
         packed = at_address(weight, np.uint8(0), last * lots * nbytes)
         given, target, none = floats(x, rows * columns), floats(out, rows * stride), np.uint64(0)
         # A scale is loaded from memory into all lanes: to shuffle registers would take most of a row's time.
-        parts = np.empty(lots * LANES if in_parts else 0, np.float32)
-        for i in range(first, last):
+        parts = np.empty(streams * lots * LANES if in_parts else 0, np.float32)
+        apart = (last - first) // streams
+        sizes = lots, columns, stride, apart
+        for i in range(first, first + apart):
+            if in_parts:
+                for stream in range(streams):
+                    its, own = np.uint64((i + stream * apart) * lots * nbytes), np.uint64(stream * lots * LANES)
+                    _decode_scales(packed, its, parts, own, lots, packing)
+            place, column = np.uint64(i * lots * nbytes), np.uint64(at + i)
+            _multiply_rows(packed, place, given, none, target, column, parts, none, sizes, packing, rows, streams)
+        for i in range(first + streams * apart, last):
             place, column = np.uint64(i * lots * nbytes), np.uint64(at + i)
             if in_parts:
                 _decode_scales(packed, place, parts, none, lots, packing)
-            sizes = lots, columns, stride
-            _multiply_row(packed, place, given, none, target, column, parts, none, sizes, packing, rows)
+            _multiply_rows(packed, place, given, none, target, column, parts, none, sizes, packing, rows, 1)
 
-    return loop_of_rows(multiply)
+    return loop_of_rows(multiply, IN_ORDER)
 
 
 def matrix_of(weight: PackedWeight, bias: Any = None) -> Matrix:

@@ -110,13 +110,30 @@ def test_products_are_those_of_the_numbers(name, rows, by):
 
 
 @pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
-@pytest.mark.parametrize("name", ["Q4_1", "Q4_K"])
-def test_a_row_alone_has_the_products_that_it_has_beside_another(name, monkeypatch):
-    """Loops for one and for two rows add in one order, and round every product as often."""
+@pytest.mark.parametrize("name", [name for name in PACKINGS if name not in HELD_BELOW])
+def test_a_row_alone_has_the_products_that_it_has_beside_others(name, monkeypatch):
+    """Loops for one row and for several add in one order, and round every product as often."""
     monkeypatch.setattr(_numba, "LEAST", 1)
     weight, _ = drawn(name)
-    x = noise(2, COLUMNS)
+    x = noise(3, COLUMNS)
     assert torch.equal(functional.linear(x[:1], weight), functional.linear(x, weight)[:1])
+
+
+@pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
+@pytest.mark.parametrize("name", PACKINGS)
+def test_products_are_added_in_the_order_that_is_written(name, monkeypatch):
+    """A compiler that may reorder sums would make another number of them whenever a loop changes."""
+    monkeypatch.setattr(_numba, "LEAST", 1)
+    weight, wide = drawn(name)
+    x = torch.randint(-64, 65, (1, COLUMNS), generator=torch.Generator().manual_seed(0)) / 16
+    sums = torch.zeros(ROWS, 4, 16)
+    for at in range(0, COLUMNS, 16):
+        part = sums[:, at // 16 % 4]
+        part.copy_((wide[:, at : at + 16] * x[:, at : at + 16].double() + part.double()).float())
+    total = sums[:, 0] + sums[:, 1] + sums[:, 2] + sums[:, 3]
+    for half in (8, 4, 2, 1):
+        total = total[:, :half] + total[:, half : 2 * half]
+    assert torch.equal(functional.linear(x.float(), weight), total.T)
 
 
 def test_loops_are_for_whole_lots(monkeypatch):
