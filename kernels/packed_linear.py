@@ -937,19 +937,23 @@ def _parts_of_k(block: _Block) -> list[tuple[Any, Any]]:
 def _scales_of_k(block: _Block) -> Any:
     """Decode the eight scales of a block of Q4_K or Q5_K, then its eight offsets.
 
-    The first four of each have six bits of a byte, the others four bits of one and two of another.
+    After two half-precision numbers, three words of four bytes hold them. The first four of each are six bits of a
+    byte, the others four bits of one byte and two of another.
     """
-    builder, header = block.builder, block.held.load(0, LANES)
+    from llvmlite import ir
 
-    def bits(which: Iterable[int], shifts: Sequence[int], masks: Sequence[int]) -> Any:
-        words = builder.zext(lanes(builder, (header, header), which), block.words)
-        shifted = builder.lshr(words, block.of(shift for shift in shifts for _ in range(4)))
-        return builder.and_(shifted, block.of(mask for mask in masks for _ in range(4)))
+    builder, four = block.builder, ir.VectorType(block.word, 4)
+    header = builder.bitcast(block.held.load(0, LANES), four)
 
-    a, b, c = range(4, 8), range(8, 12), range(12, 16)
-    low = bits([*a, *c, *b, *c], [0, 0, 0, 4], [0x3F, 0x0F, 0x3F, 0x0F])
-    high = bits([*a, *a, *b, *b], [2, 2, 2, 2], [0, 0x30, 0, 0x30])
-    return builder.fmul(builder.sitofp(builder.or_(low, high), block.floats), block.scale_and_less(0))
+    def bits(words: Sequence[int], shifts: Sequence[int], masks: Sequence[int]) -> Any:
+        taken = lanes(builder, (header, header), words)
+        shifted = builder.lshr(taken, block.constant(four, shifts))
+        return builder.and_(shifted, block.constant(four, [0x01010101 * mask for mask in masks]))
+
+    low, high = bits([1, 3, 2, 3], [0, 0, 0, 4], [63, 15, 63, 15]), bits([1, 1, 2, 2], [2] * 4, [0, 48, 0, 48])
+    levels = builder.bitcast(builder.or_(low, high), ir.VectorType(ir.IntType(8), LANES))
+    numbers = builder.sitofp(builder.zext(levels, block.words), block.floats)
+    return builder.fmul(numbers, block.scale_and_less(0))
 
 
 def _q4_0(block: _Block) -> Iterator[Any]:
