@@ -7,9 +7,11 @@ Nothing is ever silently random: a weight that the files lack is an error, and r
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -311,11 +313,22 @@ class Checkpoint:
                 module = random_model(*made) if self.spec.dummy else _weights(self)
         except Exception as error:
             raise explain(error, self.spec.label, self.spec.offline) from error
+        _return_freed_memory()
         module.requires_grad_(False).train(False)
         settle(module, self.dtype)
         geometry_of_model(module, self.geometry)
         made_of = (self.device, self.dtype, self.name, self.source, self.placement)
         return Model(module, self.tokenizer, self.geometry, *made_of)
+
+
+def _return_freed_memory() -> None:
+    """Let glibc give back the pages of what loading has freed.
+
+    It keeps them for later allocations, and where these do not fit, a run would hold up to a tenth more: weights
+    unpacked to fp32 on their way to bfloat16 left 75 MB of SmolLM2's 780 in every other run.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # other C libraries have no such function, or none at all
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def open_checkpoint(spec: ModelSpec, config: PreTrainedConfig | None = None) -> Checkpoint:

@@ -1,4 +1,7 @@
 import dataclasses
+import os
+import platform
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from kvcli.errors import ExitCode, KvcliError
-from kvcli.models import place
+from kvcli.models import loading, place
 from kvcli.models.devices import resolve_device
 from kvcli.models.geometry import geometry_of
 from kvcli.models.loading import ModelSpec, load_model, open_checkpoint, read_config, resolve_dtype
@@ -41,6 +44,28 @@ def test_a_loaded_model_is_the_one_that_was_saved(family, tmp_path):
     assert (model.name, model.source) == (str(tmp_path), "directory")
     text = "Ünïcode, 123\n"
     assert model.tokenizer.decode(model.tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_a_load_leaves_no_memory_of_what_it_freed(monkeypatch):
+    """glibc gives a heap back only up to the newest block that is still held."""
+    weights = loading._weights
+
+    def with_more(checkpoint):
+        blocks = [bytes(1 << 16) for _ in range(1024)]
+        module = weights(checkpoint)
+        blocks.append(bytes(1 << 16))
+        module.newest = blocks[-1]
+        return module
+
+    def held():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    load_model(ModelSpec(device="cpu"))  # whatever a first one brings
+    before = held()
+    monkeypatch.setattr(loading, "_weights", with_more)
+    model = load_model(ModelSpec(device="cpu"))
+    assert held() - before < (1 << 25) + model.geometry.weight_bytes
 
 
 @pytest.mark.parametrize("family", ["gemma3_images", "qwen3_vl", "mistral3"])
