@@ -228,6 +228,9 @@ def read_config(spec: ModelSpec, header_only: bool = False) -> PreTrainedConfig:
         raise explain(error, spec.label, spec.offline) from error
     if config._attn_implementation is not None:
         config._attn_implementation = None  # kvcli brings its own; the package of this one may be missing
+    stored = getattr(config, "quantization_config", None)
+    if isinstance(stored, dict) and stored.get("quant_method") == "gguf":
+        del config.quantization_config  # the model came from a GGUF file, and was saved unpacked
     return config
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 import platform
 from pathlib import Path
@@ -44,6 +45,18 @@ def test_a_loaded_model_is_the_one_that_was_saved(family, tmp_path):
     assert (model.name, model.source) == (str(tmp_path), "directory")
     text = "Ünïcode, 123\n"
     assert model.tokenizer.decode(model.tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_a_model_from_a_gguf_file_that_was_saved_is_planned_as_it_was_saved(tmp_path):
+    tiny_checkpoint("llama", tmp_path, seed=3)
+    plain = open_checkpoint(ModelSpec(str(tmp_path), device="cpu")).geometry
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "Q8_0")
+    config["quantization_config"] = {"quant_method": "gguf", "tensors": tensors}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(ModelSpec(str(tmp_path), device="cpu"))
+    assert checkpoint.geometry == plain
+    assert checkpoint.geometry.weight_bytes == sum(w.nbytes for w in checkpoint.load().module.parameters())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
