@@ -249,13 +249,22 @@ BYTES = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up in two registers, by the
 NUMBERS = "llvm.x86.avx512.permvar.sf.512"
 
 
-@cache
 def permutes() -> bool:
     """Return whether loops are compiled for a processor with these instructions (AVX-512 VBMI)."""
+    return "+avx512vbmi" in _features()
+
+
+def has_wide_registers() -> bool:
+    """Return whether it has 32 registers of sixteen numbers (AVX-512), which others have for eight or four."""
+    return "+avx512f" in _features()
+
+
+@cache
+def _features() -> frozenset[str]:
     from numba.core.registry import cpu_target
 
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return "+avx512vbmi" in features.split(",")
+    return frozenset(features.split(","))
 
 
 @intrinsic

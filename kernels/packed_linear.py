@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from kvcli.kernels._llvm import LINE, NUMBERS, FlatArrays, all_of, at_address, lanes, permutes
+from kvcli.kernels._llvm import LINE, NUMBERS, FlatArrays, all_of, at_address, has_wide_registers, lanes, permutes
 from kvcli.kernels._numba import IN_ORDER, compiled, intrinsic, prange, run, serves
 from kvcli.kernels._triton import jit, launch, power_of_two, takes, tl
 from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_rows
@@ -1096,10 +1096,14 @@ def _in_parts(packing: int) -> bool:
 
 
 _STREAMS = {"Q5_0": 1, "Q5_1": 1, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2}
-"""Rows of a weight that one row of x is multiplied with at once, if not four: for more, registers would not be enough.
 
-A processor prefetches in each of them, which formats of a byte a number and more need to come near memory's speed.
-"""
+
+def _streams(packing: int, rows: int) -> int:
+    """Return how many rows of a weight are multiplied at once: as many as registers are enough for.
+
+    A processor prefetches in each of them, which formats of a byte a number and more need to come near memory's speed.
+    """
+    return _STREAMS.get(list(PACKINGS)[packing], 4) if rows == 1 and has_wide_registers() else 1
 
 
 @intrinsic
@@ -1256,7 +1260,7 @@ def _unpacking(packing: int) -> Any:
 def _multiplying(packing: int, rows: int) -> int:
     """Make the loop that multiplies `rows` rows of x by rows of a packing, see `kvcli.kernels.chain`."""
     size, nbytes = _lot(packing)
-    in_parts, streams = _in_parts(packing), _STREAMS.get(list(PACKINGS)[packing], 4) if rows == 1 else 1
+    in_parts, streams = _in_parts(packing), _streams(packing, rows)
 
     def multiply(
         weight: int, x: int, out: int, first: int, last: int, columns: int, stride: int, at: int, _: int

@@ -136,6 +136,22 @@ def test_products_are_added_in_the_order_that_is_written(name, monkeypatch):
     assert torch.equal(functional.linear(x.float(), weight), total.T)
 
 
+@pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
+@pytest.mark.parametrize("name", ["Q4_1", "Q4_K"])
+def test_how_many_rows_are_multiplied_at_once_changes_no_number(name, monkeypatch):
+    """One by one as on a processor with few registers, and several."""
+    monkeypatch.setattr(_numba, "LEAST", 1)
+    weight, _ = drawn(name)
+    x, found = noise(1, COLUMNS), []
+    for wide in (True, False):
+        monkeypatch.setattr(packed_linear, "has_wide_registers", lambda wide=wide: wide)
+        monkeypatch.setattr(packed_linear, "_multiplying", packed_linear._multiplying.__wrapped__)
+        found.append(products_with([weight])(x))
+        monkeypatch.undo()
+        monkeypatch.setattr(_numba, "LEAST", 1)
+    assert torch.equal(*found)
+
+
 def test_loops_are_for_whole_lots(monkeypatch):
     monkeypatch.setattr(_numba, "LEAST", 1)
     weight, wide = drawn("F16", columns=40)
