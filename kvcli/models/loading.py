@@ -316,9 +316,9 @@ class Checkpoint:
                 module = random_model(*made) if self.spec.dummy else _weights(self)
         except Exception as error:
             raise explain(error, self.spec.label, self.spec.offline) from error
-        _return_freed_memory()
         module.requires_grad_(False).train(False)
         settle(module, self.dtype)
+        _return_freed_memory()
         geometry_of_model(module, self.geometry)
         made_of = (self.device, self.dtype, self.name, self.source, self.placement)
         return Model(module, self.tokenizer, self.geometry, *made_of)
