@@ -136,7 +136,7 @@ def plan(
         if model.model is None:
             observer.notice("no -m: planning for the small demo model that comes with kvcli")
         observer.stage("measure")
-        subject, machine = _subject_and_machine(shape, told)
+        subject, machine = _subject_and_machine(shape, told, gpu)
         if unnamed and subject.geometry.selects is not None:
             variants = compared(replace(chosen, method="full,native"))
         subjects = [subject]
@@ -193,8 +193,13 @@ def plan(
     write_result(file, text)
 
 
-def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) -> tuple[PlannedRun, Machine]:
-    """Read the config, and measure this machine or take another's sizes and rates from the options in `told`."""
+def _subject_and_machine(
+    model: options.ModelOptions, told: dict[str, float], gpu: str | None
+) -> tuple[PlannedRun, Machine]:
+    """Read the config, and measure this machine or take another's sizes and rates from the options in `told`.
+
+    `gpu` is the name that stands for some of them.
+    """
     from kvcli.capacity.memory import available
     from kvcli.capacity.need import devices_of
     from kvcli.capacity.planning.estimate import Machine, PlannedRun
@@ -213,9 +218,9 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
         streams = model.weights_on != "device"
         return subject.with_weights_on(model.weights_on, model.weights_memory) if streams else subject
 
-    others = another_machine(device)
+    others, asked = another_machine(device), next(iter(told), None) if gpu is None else f"--gpu {gpu}"
     if told and not others:
-        what = f"{next(iter(told))} plans for another machine with a GPU, but --device {device} is this one"
+        what = f"{asked} plans for another machine with a GPU, but --device {device} is this one"
         raise usage_error(what, "leave one of them out")
     check_place(model.weights_on, model.weights_memory, others if told else resolve_devices(device))
     if not told:
@@ -229,10 +234,9 @@ def _subject_and_machine(model: options.ModelOptions, told: dict[str, float]) ->
         return subject, Machine(first, available(placement or first), rates, True, placement)
     missing = [name for name in ("--device-memory", "--host-memory") if name not in told]
     if missing:
-        raise usage_error(
-            f"{next(iter(told))} plans for another machine, but {missing[0]} is not given",
-            "give --device-memory and --host-memory, and for times --bandwidth, --bus and --compute",
-        )
+        hint = "give --device-memory and --host-memory, and for times --bandwidth, --bus and --compute"
+        hint = hint if gpu is None else "give the memory of its host, such as --host-memory 64G"
+        raise usage_error(f"{asked} plans for another machine, but {missing[0]} is not given", hint)
     of_each, host = int(told["--device-memory"]), int(told["--host-memory"])
     given = [told.get(name) for name in ("--bandwidth", "--bus", "--compute")]
     given_rates = None

@@ -292,7 +292,7 @@ SAVED, METHODS, OUTPUT, GOING_ON = Panel("Saved KV", env=True), Panel("Methods")
 
 QuestionFirst = Literal["no", "only", "both"]
 """The place of the question: after the document, only before it, or both."""
-_KV_DTYPE = ("--kv-dtype", "NAME", "Form of KV: auto (as computed), bfloat16 (full on a CPU), int8, k8v4, int4.")
+_KV_DTYPE = ("--kv-dtype", "NAME", "Form of KV: auto (as computed), bfloat16 (on a CPU), int8, k8v4, int4.")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from kvcli.kernels.decode_attention import TokenSet, attend_sets
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache, LayerCache, LayerSlots, Tiers
+from kvcli.kv.narrow import NarrowCache
 from kvcli.kv.sliding import SlidingCache
 from kvcli.memory.tiers import Footprint, Traffic, nbytes
 
@@ -59,13 +60,13 @@ class CompensatedCache(SlidingCache):
 
 
 class HeadSplitCache(LayerCache):
-    """Two caches on the device: `dense` for the KV heads marked in `keep` [Hk] bool, `local` for the others."""
+    """Two caches on the device: `whole` for the KV heads marked in `keep` [Hk] bool, `local` for the others."""
 
-    def __init__(self, keep: Tensor, dense: DenseCache, local: SlidingCache, tiers: Tiers):
+    def __init__(self, keep: Tensor, whole: DenseCache | NarrowCache, local: SlidingCache, tiers: Tiers):
         self.length = 0
         heads = torch.arange(len(keep))
-        self.parts: list[tuple[Tensor, DenseCache | SlidingCache]] = [
-            (heads[chosen].to(tiers.device), part) for chosen, part in ((keep, dense), (~keep, local)) if chosen.any()
+        self.parts: list[tuple[Tensor, DenseCache | NarrowCache | SlidingCache]] = [
+            (heads[chosen].to(tiers.device), part) for chosen, part in ((keep, whole), (~keep, local)) if chosen.any()
         ]
 
     @override

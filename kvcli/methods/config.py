@@ -20,8 +20,10 @@ from pydantic import (
 from typing_extensions import override
 
 from kvcli.errors import ExitCode, KvcliError
+from kvcli.kernels.narrow_attention import NarrowDtype
 from kvcli.kernels.quant import KVDtype
-from kvcli.kv.cache import Tiers
+from kvcli.kv.cache import DenseCache, Tiers
+from kvcli.kv.narrow import NarrowCache
 from kvcli.kv.pages import PageBudget
 from kvcli.kv.tokens import TokenBudget
 from kvcli.models.geometry import LayerGeometry
@@ -215,6 +217,34 @@ class HostKVConfig(MethodConfig):
             what = f"kv_dtype {self.kv_dtype}: this model's tokens have one latent instead of keys and values"
             raise KvcliError(what, "leave it at auto: a latent is small", ExitCode.USAGE)
         return replace(tiers, kv_dtype=self.kv_dtype)
+
+
+class ResidentKVConfig(MethodConfig):
+    """The setting shared by methods that keep everything on the device, in all KV heads or in some."""
+
+    kv_dtype: Literal["auto", NarrowDtype] = setting(
+        "auto",
+        "on a CPU, KV of heads that keep everything: auto as computed, bfloat16, int8, or k8v4 (keys in 8 bits, values "
+        "in 4)",
+    )
+
+    @property
+    @override
+    def cpu_only(self) -> str | None:
+        return None if self.kv_dtype == "auto" else f"kv_dtype {self.kv_dtype}"
+
+    def cache_of(self, layer: LayerGeometry, heads: int, capacity: int, tiers: Tiers) -> DenseCache | NarrowCache:
+        """Make the cache of so many heads of a layer that keep everything.
+
+        Raises:
+            KvcliError: a narrow form is asked of a model with latents, or that selects by itself (usage).
+        """
+        if self.kv_dtype == "auto":
+            return DenseCache(heads, layer.head_dim, capacity, tiers)
+        if layer.parts == 1 or layer.selects is not None:
+            what = f"kv_dtype {self.kv_dtype}: latents, and what a model selects from by itself, are kept as computed"
+            raise KvcliError(what, "leave it at auto", ExitCode.USAGE)
+        return NarrowCache(heads, layer.head_dim, capacity, self.kv_dtype, tiers)
 
 
 class PagedConfig(MethodConfig):

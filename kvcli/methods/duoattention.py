@@ -22,18 +22,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kv.cache import DenseCache
 from kvcli.kv.calibration_file import read_tensor
 from kvcli.kv.compensated import HeadSplitCache
 from kvcli.kv.sliding import SlidingCache
-from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.config import ResidentKVConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.razor import choose_heads
 from kvcli.methods.step import StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 
-class DuoAttentionConfig(MethodConfig):
+class DuoAttentionConfig(ResidentKVConfig):
     """Settings of DuoAttention; defaults: section 3."""
 
     retrieval: float = setting(0.5, "part of the KV heads that keep everything", ge=0, le=1)
@@ -80,7 +79,7 @@ class DuoAttention(Method[DuoAttentionConfig, HeadSplitCache]):
         retrieval, window = int(keep.sum()), min(self.config.window, capacity)
         return HeadSplitCache(
             keep,
-            DenseCache(retrieval, d, capacity, tiers),
+            self.config.cache_of(layer, retrieval, capacity, tiers),
             SlidingCache(layer.num_kv_heads - retrieval, d, window, tiers, self.config.sink),
             tiers,
         )

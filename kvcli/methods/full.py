@@ -1,39 +1,23 @@
 """Full attention: the whole KV cache on the device; the reference for every other method."""
 
-from typing import Literal
-
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.errors import usage_error
 from kvcli.kernels.softmax import Softmax
 from kvcli.kv.cache import DenseCache
 from kvcli.kv.entries import EntryLayerCache
 from kvcli.kv.narrow import NarrowCache
 from kvcli.kv.selected import ResidentSelectingCache
-from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.config import ResidentKVConfig
 from kvcli.methods.contract import Method
 from kvcli.methods.step import StepPlan
 from kvcli.models.geometry import LayerGeometry
 
 
-class FullConfig(MethodConfig):
-    """The setting of full attention."""
-
-    kv_dtype: Literal["auto", "bfloat16", "int8", "k8v4"] = setting(
-        "auto", "KV on a CPU: auto as computed, bfloat16, int8, or k8v4 (keys in 8 bits, values in 4)"
-    )
-
-    @property
-    @override
-    def cpu_only(self) -> str | None:
-        return None if self.kv_dtype == "auto" else f"kv_dtype {self.kv_dtype}"
-
-
-class Full(Method[FullConfig, DenseCache | NarrowCache | EntryLayerCache[DenseCache]]):
+class Full(Method[ResidentKVConfig, DenseCache | NarrowCache | EntryLayerCache[DenseCache]]):
     """Every layer keeps and attends to everything; or, where the model selects by itself, to what it selects."""
 
-    Config = FullConfig
+    Config = ResidentKVConfig
     title = "everything"
     paper = "the reference"
     long_generation = True
@@ -48,18 +32,15 @@ class Full(Method[FullConfig, DenseCache | NarrowCache | EntryLayerCache[DenseCa
         Raises:
             KvcliError: a narrow form is asked of a model with latents, or that selects by itself (usage).
         """
-        capacity, tiers, held = self.context.capacity, self.context.tiers, self.config.kv_dtype
-        if held != "auto" and (layer.parts == 1 or layer.selects is not None):
-            what = f"kv_dtype {held}: full keeps latents, and what a model selects from by itself, as computed"
-            raise usage_error(what, "leave it at auto")
-        if held != "auto":
-            return NarrowCache(layer.num_kv_heads, layer.head_dim, capacity, held, tiers)
+        capacity, tiers = self.context.capacity, self.context.tiers
 
         def dense(layer: LayerGeometry, capacity: int) -> DenseCache:
             if layer.selects is not None:
                 return ResidentSelectingCache(layer, capacity, tiers)
             return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
 
+        if self.config.kv_dtype != "auto" or not (layer.near or layer.selects is not None):
+            return self.config.cache_of(layer, layer.num_kv_heads, capacity, tiers)
         return EntryLayerCache(layer, capacity, tiers, dense) if layer.near else dense(layer, capacity)
 
     @property

@@ -28,16 +28,15 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kv.cache import DenseCache
 from kvcli.kv.calibration_file import read_tensor
 from kvcli.kv.compensated import CompensatedCache, HeadSplitCache
 from kvcli.kv.sliding import SlidingCache
-from kvcli.methods.config import MethodConfig, setting
+from kvcli.methods.config import ResidentKVConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.models.geometry import LayerGeometry
 
 
-class RazorConfig(MethodConfig):
+class RazorConfig(ResidentKVConfig):
     """Settings of RazorAttention; defaults: section 4.1 and table 2."""
 
     sparsity: float = setting(0.15, "part of the KV heads that keep everything", ge=0, le=1)
@@ -94,7 +93,7 @@ class Razor(Method[RazorConfig, HeadSplitCache]):
         dense_heads = int(keep.sum())
         return HeadSplitCache(
             keep,
-            DenseCache(dense_heads, d, context.capacity, context.tiers),
+            config.cache_of(layer, dense_heads, context.capacity, context.tiers),
             local(layer.num_kv_heads - dense_heads, d, window, context.tiers, config.sink),
             context.tiers,
         )

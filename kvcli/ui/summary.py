@@ -171,7 +171,7 @@ def heading(report: Report) -> str:
     tau = settings.get("tau")
     parts += [f"tau {'by layer' if isinstance(tau, list) else f'{tau:g}'}"] if tau is not None else []
     held = settings.get("kv_dtype", "auto")
-    where = "KV" if profile.get("method") == "full" else "host KV"
+    where = "host KV" if report.memory.host_kv_bytes or report.memory.disk_kv_bytes else "KV"
     parts += [f"{where} in {held}"] if held != "auto" else []
     return " · ".join(parts)
 

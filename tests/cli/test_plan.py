@@ -176,7 +176,9 @@ def test_advice_is_the_most_exact_form_that_fits_and_how_to_run_it(warm):
 
 def test_a_gpu_that_is_not_listed_is_refused_and_sizes_beside_a_name_count_more(warm):
     assert_refused(warm("plan", "--gpu", "voodoo", "--host-memory", "1GiB"), 2, "unknown --gpu 'voodoo'")
-    assert_refused(warm("plan", "-m", "llama-3.1-8b", "--gpu", "l4"), 2, "--host-memory")
+    assert_refused(
+        warm("plan", "-m", "llama-3.1-8b", "--gpu", "l4"), 2, "--gpu l4 plans for another machine, but --host-memory"
+    )
     told = ("--gpu", "l4", "--device-memory", "20GiB", "--host-memory", "8GiB", "--method", "full")
     body = json.loads(warm("plan", "-m", "llama-3.1-8b", *told, "--json").stdout)
     assert body["machine"]["free"]["device"] == 20 << 30

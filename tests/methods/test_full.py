@@ -1,14 +1,15 @@
-"""Full attention over KV in narrow forms against float64 over what these hold, and what is refused."""
+"""KV in narrow forms on a CPU, of all heads and of some, against float64 over what it holds; and what is refused."""
 
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from driver import HK, SOFTMAX, D, H
+from driver import HK, SOFTMAX, D, H, Stream
 from engine import new_method, run
 from families import tiny_model
 from narrow_oracle import rounded
+from safetensors.torch import save_file
 
 from kvcli.capacity.memory import kv_footprint
 from kvcli.errors import KvcliError
@@ -100,6 +101,24 @@ def test_tokens_taken_back_windows_and_copies(held):
 
 
 @pytest.mark.parametrize("held", FORMS)
+@pytest.mark.parametrize(("name", "file"), [("duoattention", "gates"), ("razor", "heads")])
+def test_heads_that_keep_everything_hold_it_in_the_form_and_others_as_computed(name, file, held, tmp_path):
+    """Compared with full attention in this form, and with the method as computed."""
+    save_file({file: torch.tensor([[1.0, 1.0], [0.0, 1.0]])}, tmp_path / "kept.safetensors")
+    settings = {file: str(tmp_path / "kept.safetensors"), "sink": 3, "window": 13}
+    settings |= {"retrieval": 0.75} if name == "duoattention" else {"window_part": 0.0}
+    stream = Stream(75, steps=60, seed=4)
+    methods = [("full", {"kv_dtype": held}), (name, settings), (name, {**settings, "kv_dtype": held})]
+    for whole, computed, narrow in zip(*(stream.run(*each) for each in methods), strict=True):
+        step, method, out = narrow
+        assert torch.equal(out[H // HK :], whole[2][H // HK :]), f"output of step {step}"
+        assert torch.equal(out[: H // HK], computed[2][: H // HK])
+        assert not torch.allclose(out[H // HK :], computed[2][H // HK :], atol=1e-7, rtol=1e-7)
+        assert torch.equal(method.attended(1), computed[1].attended(1))
+    assert method.footprint().device < computed[1].footprint().device
+
+
+@pytest.mark.parametrize("held", FORMS)
 def test_bytes_are_planned_as_they_are_held(held):
     geometry = geometry_of(tiny_model("llama").config, torch.float32)
     profile = resolve_profile("full", overrides={"kv_dtype": held})
@@ -112,12 +131,16 @@ def test_bytes_are_planned_as_they_are_held(held):
     assert planned.device == len(geometry.layers) * layer.num_kv_heads * (2 * of_a_tile + beside)
 
 
-def test_refusals():
-    profile = resolve_profile("full", overrides={"kv_dtype": "int8"})
+@pytest.mark.parametrize("name", ["full", "duoattention", "razor"])
+def test_refusals(name):
+    profile = resolve_profile(name, overrides={"kv_dtype": "int8"})
     geometry = geometry_of(tiny_model("llama").config, torch.float32)
-    with pytest.raises(KvcliError, match="kv_dtype int8 of full is for a CPU") as refused:
+    with pytest.raises(KvcliError, match=f"kv_dtype int8 of {name} is for a CPU") as refused:
         kv_footprint(profile, geometry, 90, torch.float32, place=torch.device("cuda"))
     assert "--method offload" in refused.value.hint
+
+
+def test_latents_are_held_as_computed():
     latent = replace(LAYERS[0], latent=D // 2, num_kv_heads=1)
-    with pytest.raises(KvcliError, match="full keeps latents"):
+    with pytest.raises(KvcliError, match="kv_dtype int8: latents, "):
         new_method("full", {"kv_dtype": "int8"}, [latent], 9)

@@ -100,9 +100,13 @@ def test_a_budget_that_is_a_share_shows_the_sizes_of_each_prompt():
     assert "285 tokens, 10% of the prompt · sink 16 · window 64" in text
 
 
-@pytest.mark.parametrize(("held", "shown_as"), [("auto", "demo · full"), ("int8", "demo · full · KV in int8")])
-def test_a_form_of_kv_that_was_asked_for_is_named(held, shown_as):
+@pytest.mark.parametrize(
+    ("held", "on_host", "shown_as"),
+    [("auto", 0, "demo · full"), ("int8", 0, "demo · full · KV in int8"), ("int8", 9, "demo · full · host KV in int8")],
+)
+def test_a_form_of_kv_that_was_asked_for_is_named(held, on_host, shown_as):
     report = report_of(dense_sequence(), method="full")
+    report = replace(report, memory=replace(report.memory, host_kv_bytes=on_host))
     report.profile["settings"] = {"kv_dtype": held}
     assert heading(report) == shown_as
 
