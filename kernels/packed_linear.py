@@ -847,7 +847,7 @@ class _Block:
         read = self.builder.bitcast(self.held.load(0, 2, at), self.short)
         return self._of_halves(read, [0] * LANES)
 
-    def scale_and_less(self, at: int) -> Any:
+    def scale_and_offset(self, at: int) -> Any:
         """Load a half-precision number into eight lanes, and the next one, negated, into eight more."""
         read = self.builder.bitcast(self.held.load(0, 4, at), self.word)
         return self._of_halves(read, [0] * 8 + [1] * 8, [1.0, -1.0, 1.0, -1.0])
@@ -953,7 +953,7 @@ def _scales_of_k(block: _Block) -> Any:
     low, high = bits([1, 3, 2, 3], [0, 0, 0, 4], [63, 15, 63, 15]), bits([1, 1, 2, 2], [2] * 4, [0, 48, 0, 48])
     levels = builder.bitcast(builder.or_(low, high), ir.VectorType(ir.IntType(8), LANES))
     numbers = builder.sitofp(builder.zext(levels, block.words), block.floats)
-    return builder.fmul(numbers, block.scale_and_less(0))
+    return builder.fmul(numbers, block.scale_and_offset(0))
 
 
 def _q4_0(block: _Block) -> Iterator[Any]:

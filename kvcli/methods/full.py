@@ -33,14 +33,14 @@ class Full(Method[ResidentKVConfig, DenseCache | NarrowCache | EntryLayerCache[D
             KvcliError: a narrow form is asked of a model with latents, or that selects by itself (usage).
         """
         capacity, tiers = self.context.capacity, self.context.tiers
+        if self.config.kv_dtype != "auto":
+            return self.config.cache_of(layer, layer.num_kv_heads, capacity, tiers)
 
         def dense(layer: LayerGeometry, capacity: int) -> DenseCache:
             if layer.selects is not None:
                 return ResidentSelectingCache(layer, capacity, tiers)
             return DenseCache(layer.num_kv_heads, layer.head_dim, capacity, tiers)
 
-        if self.config.kv_dtype != "auto" or not (layer.near or layer.selects is not None):
-            return self.config.cache_of(layer, layer.num_kv_heads, capacity, tiers)
         return EntryLayerCache(layer, capacity, tiers, dense) if layer.near else dense(layer, capacity)
 
     @property
