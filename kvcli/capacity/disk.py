@@ -36,7 +36,7 @@ def disk_tier(
         KvcliError: the method keeps nothing in host memory, or the directory takes no files (usage).
     """
     if not profile.settings.on_host:
-        what = f"--kv-disk: method {profile.method!r} keeps no KV in host memory with these settings"
+        what = f"--kv-disk: method {profile.method!r} keeps no KV on a disk with these settings"
         raise usage_error(what, "use a method that does, such as freekv or offload, or leave --kv-disk out")
     if free is None:
         free = available(device)["host"]

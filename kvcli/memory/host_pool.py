@@ -241,6 +241,12 @@ class HostPagePool:
         if not self._move_here(pages, heads, targets, rows):
             targets[rows] = self.fetch(pages, heads)
 
+    def held(self, first: int, stop: int) -> list[Tensor]:
+        """View pages `first` to before `stop` in place, in the shape of `pieces`; none of them lies on a disk."""
+        self._borrow()
+        parts = [(start, piece.result()) for start, piece in self._between(first, stop)]
+        return [pages[max(0, first - start) : stop - start] for start, pages in parts]
+
     def footprint(self) -> Footprint:
         """Count the bytes in host memory, those of another pool's pages separately."""
         shared, own = self.shared * self.page_bytes, (self.num_pages - self.shared) * self.page_bytes

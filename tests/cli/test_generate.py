@@ -261,7 +261,7 @@ def test_the_defaults_of_the_command_are_those_of_sampling():
         (["-p", "x", "--method", "freekv", "--tau", "2"], ["tau = 2"]),
         (["-p", "x", "--method", "freekv", "--page-size", "24"], ["page_size = 24", "power of two"]),
         (["-p", "x", "--method", "full", "--budget", "2K"], ["full has no setting 'budget'"]),
-        (["-p", "x", "--method", "tokenselect", "--kv-dtype", "int8"], ["tokenselect has no setting 'kv_dtype'"]),
+        (["-p", "x", "--method", "snapkv", "--kv-dtype", "int8"], ["snapkv has no setting 'kv_dtype'"]),
         (["-p", "x", "--method", "full", "--kv-dtype", "int4"], ["kv_dtype = 'int4'", "'k8v4'"]),
         (["-p", "x", "--method", "fier", "--kv-dtype", "int8"], ["kv_dtype int8", "offload = true"]),
         (

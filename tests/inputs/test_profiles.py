@@ -117,7 +117,7 @@ def test_unknown_names_come_with_the_nearest():
     assert "'freekv'" in refused(method="frekv").hint
     assert "'freekv-long-input'" in refused(profile="freekv-long-imput").hint
     assert "'budget'" in refused(overrides={"bugdet": "2K"}).hint
-    assert "--method offload" in refused(method="tokenselect", overrides={"kv_dtype": "int8"}).hint
+    assert "--method offload" in refused(method="snapkv", overrides={"kv_dtype": "int8"}).hint
     assert "prefill" in refused(method="full", overrides={"budget": "2K"}).hint
 
 

@@ -10,28 +10,38 @@ prompt is read exactly, and tokens keep their positions: the paper's selection i
 after the window to read past a model's trained length, are not part of this. `theta` is the code's default, although
 the code runs without keeping choices; one leading layer is dense. All KV stays on the device. In the counters one token
 of one KV head is a page of size 1.
+
+On a CPU `kv_dtype` quantises the KV: tokens are scored by their rounded keys where these lie, and each chosen one is
+dequantised once, for as long as it stays chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvcli.errors import ExitCode, KvcliError
+from kvcli.kernels.decode_attention import products_quantised_cpu, quantised_loops_suit
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import Selection, topk_pages_device
-from kvcli.kv.tokens import ChannelScoredCache
+from kvcli.kv.tokens import ChannelScoredCache, OffloadedTokenCache, TokenBudget, TokenIndex
+from kvcli.memory.host_pool import HostPagePool
+from kvcli.memory.tiers import Traffic
 from kvcli.methods.config import CountOrShare, TokenConfig, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.step import (
+    RESIDENT,
     BatchSlots,
     Choice,
     Chosen,
+    FromHost,
     KeyChannels,
     LayerStep,
     Picked,
@@ -51,9 +61,22 @@ class TokenSelectConfig(TokenConfig):
     sink: int = setting(128, "first tokens, always attended", "tokens", ge=0)
     window: int = setting(512, "most recent tokens, always attended", "tokens", ge=0)
     theta: float = setting(0.9, "choose again below this query cosine; 0 never, 1 always", "cosine", ge=0, le=1)
+    kv_dtype: Literal["auto", "int8", "k8v4"] = setting(
+        "auto", "on a CPU, KV of the layers that select: auto as computed, int8, or k8v4 (keys in 8 bits, values in 4)"
+    )
+
+    @property
+    @override
+    def cpu_only(self) -> str | None:
+        return None if self.kv_dtype == "auto" else f"kv_dtype {self.kv_dtype}"
+
+    @property
+    @override
+    def stays_in_place(self) -> bool:
+        return self.kv_dtype == "auto" and super().stays_in_place
 
 
-class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
+class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache | OffloadedTokenCache["QuantisedKeys"]]):
     """Selects one set of tokens for all heads by their vote, and keeps it while queries stay similar."""
 
     Config = TokenSelectConfig
@@ -68,15 +91,29 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
         super().__init__(config, layers, context)
         self.steps = self.choices = 0  # layer-steps that retrieved, and those of them that chose anew
 
-    def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache:
-        """Make a cache that keeps everything on the device; tokens are scored by all channels of their keys."""
-        heads, d, context = layer.num_kv_heads, layer.head_dim, self.context
-        return ChannelScoredCache(heads, d, context.capacity, self.config.tokens, d, context.tiers)
+    def new_cache(self, layer: LayerGeometry) -> ChannelScoredCache | OffloadedTokenCache[QuantisedKeys]:
+        """Make a cache that keeps everything on the device, or everything quantised; whole keys score their tokens.
+
+        Raises:
+            KvcliError: a model with one latent per token is to be quantised (usage).
+        """
+        heads, d, capacity, budget = layer.num_kv_heads, layer.head_dim, self.context.capacity, self.config.tokens
+        held, tiers = self.config.kv_dtype, self.context.tiers
+        if held == "auto":
+            return ChannelScoredCache(heads, d, capacity, budget, d, tiers)
+        if layer.parts == 1:
+            what = f"kv_dtype {held}: this model's tokens have one latent instead of keys and values"
+            raise KvcliError(what, "leave it at auto", ExitCode.USAGE)
+        index = QuantisedKeys()
+        cache = OffloadedTokenCache(heads, d, capacity, budget, index, replace(tiers, kv_dtype=held))
+        index.pool = cache.pool
+        return cache
 
     @property
     @override
     def step_plan(self) -> StepPlan:
-        return StepPlan(KeyChannels(None, "mean_s", together=True), KeptVote(self.config.theta))
+        fetch = RESIDENT if self.config.kv_dtype == "auto" else FromHost()
+        return StepPlan(KeyChannels(None, "mean_s", together=True), KeptVote(self.config.theta), fetch=fetch)
 
     @override
     def take_tally(self, layer: int, tally: Mapping[str, int]) -> None:
@@ -86,6 +123,54 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache]):
     def statistics(self) -> dict[str, Any]:
         """Return how many layer-steps retrieved, and how many of them chose anew."""
         return {"layer_steps": self.steps, "choices": self.choices} if self.steps else {}
+
+
+class QuantisedKeys(TokenIndex):
+    """Scores tokens by all channels of their quantised keys, where these lie, in the `pool` of a cache on a CPU."""
+
+    pool: HostPagePool
+
+    @override
+    def fill(self, first: int, keys: Tensor) -> None:
+        """Do nothing: the pool has the keys."""
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        """Return nothing: the keys are the pool's."""
+        return {}
+
+    @override
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing."""
+
+    def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
+        """Score consecutive tokens with q [H, d] for every query head; return [Hk, G, len(tokens)] in fp32."""
+        form, sizes = self.pool.format, self.pool.sizes
+        assert form is not None
+        assert sizes is not None
+        (heads, d), found = sizes.shape, []
+        queries = q.view(heads, -1, d).float() * sizes[:, None]
+        for blocks in self.pool.held(tokens.start, tokens.stop):  # [n, Hk, bytes]
+            if quantised_loops_suit(queries, blocks):
+                found.append(products_quantised_cpu(queries, blocks, form).mul_(scale))
+                continue
+            numbers = queries.new_empty(blocks.shape[0] * heads, form.parts, 1, d)
+            form.dequantise(blocks.flatten(0, 1), numbers)
+            keys = numbers[:, 0].view(-1, heads, d).transpose(0, 1)
+            found.append(token_scores(queries.flatten(0, 1), keys, scale))
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    @override
+    def traffic(self, budget: TokenBudget, length: int) -> Traffic:
+        form, candidates = self.pool.format, len(budget.candidates(length))
+        assert form is not None
+        token = self.pool.page_shape[0] * (form.widths[0] + 4 * form.scales[0])
+        return Traffic(scored=candidates * token, scores=4 * self.pool.page_shape[0] * candidates)
+
+    @override
+    def nbytes(self) -> int:
+        """Return 0: the pool counts the keys."""
+        return 0
 
 
 @dataclass(frozen=True)
