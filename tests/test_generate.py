@@ -15,6 +15,7 @@ from kvcli.inputs.prompts import Prompt
 from kvcli.methods.actqkv import ActQKV
 from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
+from kvcli.runtime import engine
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
@@ -59,6 +60,21 @@ def run(path, observer=None, prompts=PROMPTS, method="freekv", overrides=SMALL, 
     sampling = Sampling(**{"max_tokens": 12, "ignore_eos": True, **sampling})
     request = GenerationRequest(profile, prompts, sampling, audit=audit)
     return generate(ModelSpec(path), request, observer or Watcher(), timeline)
+
+
+def test_looking_for_retrieval_heads_is_no_reading(checkpoint, monkeypatch):
+    """Their scores are found once for a model, before the first prompt is read."""
+    look = engine.head_scores
+
+    def slow(*given):
+        time.sleep(2)
+        return look(*given)
+
+    monkeypatch.setattr(engine, "head_scores", slow)
+    (sequence, *_) = run(
+        checkpoint, prompts=PROMPTS[:1], method="duoattention", overrides={"sink": 4, "window": 8}
+    ).sequences
+    assert sequence.timing.prefill_ms < 2000 < sequence.timing.ttft_ms
 
 
 def test_report_of_a_batch(checkpoint):

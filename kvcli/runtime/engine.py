@@ -115,12 +115,10 @@ class Engine:
         """
         assert context.prompt_tokens is not None
         profile = profile.for_prompt(context.prompt_tokens)
-        method_class = get_method(profile.method)
-        context.prepared = {name: self.prepared(name) for name in method_class.needs(profile.settings)}
-        model = self.model
+        context.prepared, model = self.learn(profile), self.model
         if waits and streamed(model.geometry, context.prompt_tokens, model.dtype.itemsize, model.device):
             context.parking = Parking(context.tiers)
-        method = method_class(profile.settings, self.layers, context)
+        method = get_method(profile.method)(profile.settings, self.layers, context)
         if method.prefill_window is not None:  # reads window by window through all layers
             check_reads_exactly(profile.method, profile.settings)
             method.be_present()
@@ -262,6 +260,10 @@ class Engine:
         """
         stepper = stepper_for(self.hook, self.rope, sequences, pipeline, self.notice, rows, lossless)
         return decode(stepper, sequences, timeline or Timeline())
+
+    def learn(self, profile: Profile) -> dict[str, Any]:
+        """Return what a method needs to know about the model, by name; found once, before the first prompt is read."""
+        return {name: self.prepared(name) for name in get_method(profile.method).needs(profile.settings)}
 
     def prepared(self, name: str) -> Any:
         """Return what a method needs to know about the model (`Method.needs`), computed once.

@@ -1,5 +1,8 @@
 """Each answer is that of the method to the whole conversation, whatever was read before and by whom."""
 
+import time
+from functools import cache
+
 import pytest
 import torch
 
@@ -8,6 +11,8 @@ from kvcli.conformance.runs import in_memory, run
 from kvcli.inputs.profiles import Profile
 from kvcli.methods import get_method, method_names
 from kvcli.runtime.conversation import Conversation, NewTurn
+from kvcli.runtime.engine import Engine
+from kvcli.runtime.retrieval_heads import HeadScores
 from kvcli.runtime.sampling import Sampling
 from kvcli.telemetry.observer import Observer
 
@@ -97,6 +102,20 @@ def test_a_method_that_reads_by_windows_goes_on_in_its_own_cache(model, name):
 def test_a_first_answer_is_that_of_a_prompt(model, name):
     (sequence,) = run(model.module, name, settings(name), [some(1, 100)], TOKENS)
     assert alone(model, name, some(1, 100)) == sequence.token_ids
+
+
+def test_looking_for_retrieval_heads_is_no_reading(model, monkeypatch):
+    found = HeadScores(*(torch.zeros(len(model.geometry.layers), model.geometry.layers[0].num_kv_heads) for _ in "ei"))
+
+    @cache
+    def look(_):
+        time.sleep(2)
+        return found
+
+    monkeypatch.setattr(Engine, "_head_scores", look)
+    sequence = ask(Conversation(model, Observer()), some(1, 40), "duoattention")
+    assert sequence.prefill_ms < 2000
+    assert look.cache_info().misses == 1
 
 
 def test_a_conversation_that_was_rewritten_goes_on_from_what_is_the_same(model):
