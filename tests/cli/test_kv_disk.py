@@ -75,7 +75,7 @@ def test_samples_and_questions_share_what_lies_there(generate, disk):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--method", "full", "--kv-disk", "DISK"], ["--kv-disk", "full", "no KV in host memory"]),
+        (["--method", "full", "--kv-disk", "DISK"], ["--kv-disk", "full", "no KV on a disk"]),
         (["--kv-disk", "DISK", "--method", "freekv", "--set", "host_layout=nhd"], ["--kv-disk", "ablations"]),
         (["--kv-disk", "DISK", "--lossless", "4"], ["--lossless", "--kv-disk"]),
         (["--kv-disk", "DISK", "--checkpoint", "DISK/run"], ["--checkpoint", "--kv-disk"]),
@@ -202,4 +202,4 @@ def test_eval_and_profile_run_on_one(warm, model, disk, tmp_path):
 def test_a_conversation_refuses_one_in_a_line(warm, model, disk, document):
     assert_refused(warm("chat", "-m", model, document, "--kv-disk", disk), 2, "--kv-disk", "chat", "host memory")
     refused = warm("profile", "-m", model, "--method", "full", "--kv-disk", disk, "--context", "64")
-    assert_refused(refused, 2, "--kv-disk", "full", "no KV in host memory")
+    assert_refused(refused, 2, "--kv-disk", "full", "no KV on a disk")
