@@ -62,7 +62,7 @@ def run(path, observer=None, prompts=PROMPTS, method="freekv", overrides=SMALL, 
     return generate(ModelSpec(path), request, observer or Watcher(), timeline)
 
 
-def test_looking_for_retrieval_heads_is_no_reading(checkpoint, monkeypatch):
+def test_looking_for_retrieval_heads_does_not_count_as_reading(checkpoint, monkeypatch):
     """Their scores are found once for a model, before the first prompt is read."""
     look = engine.head_scores
 

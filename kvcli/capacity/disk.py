@@ -19,7 +19,7 @@ def disk_for(
     """Make the tier for `sequences` of those profiles that use it; None if none was requested.
 
     Raises:
-        KvcliError: none of the methods keeps KV in host memory, or the directory takes no files (usage).
+        KvcliError: none of the methods keeps KV on a disk, or the directory takes no files (usage).
     """
     if asked is None:
         return None
@@ -33,7 +33,7 @@ def disk_tier(
     """Make the tier for `sequences`; by default its cache is half of the `free` host memory.
 
     Raises:
-        KvcliError: the method keeps nothing in host memory, or the directory takes no files (usage).
+        KvcliError: the method keeps no KV on a disk, or the directory takes no files (usage).
     """
     if not profile.settings.on_host:
         what = f"--kv-disk: method {profile.method!r} keeps no KV on a disk with these settings"

@@ -234,13 +234,8 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
 PIECE = 4096
 
 
-class KeyChannelIndex(TokenIndex):
-    """Scores tokens by the first `channels` of a cache's keys [Hk, capacity, d]; needs no memory of its own."""
-
-    keys: Tensor
-
-    def __init__(self, channels: int):
-        self.channels = channels
+class KeysInPlace(TokenIndex):
+    """Scores tokens by keys that the cache holds anyway, and needs no memory of its own."""
 
     @override
     def fill(self, first: int, keys: Tensor) -> None:
@@ -253,7 +248,21 @@ class KeyChannelIndex(TokenIndex):
 
     @override
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Do nothing: the cache sets `keys`."""
+        """Do nothing: the cache sets its keys."""
+
+    @override
+    def nbytes(self) -> int:
+        """Return 0: the cache counts the keys."""
+        return 0
+
+
+class KeyChannelIndex(KeysInPlace):
+    """Scores tokens by the first `channels` of a cache's `keys` [Hk, capacity, d]."""
+
+    keys: Tensor
+
+    def __init__(self, channels: int):
+        self.channels = channels
 
     def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
         """Score consecutive tokens with q [H, d] for every query head; return [Hk, G, len(tokens)] in fp32."""
@@ -267,11 +276,6 @@ class KeyChannelIndex(TokenIndex):
     def traffic(self, budget: TokenBudget, length: int) -> Traffic:
         candidates = budget.candidates(length)
         return Traffic(scored=nbytes(self._of(candidates)), scores=4 * self.keys.shape[0] * len(candidates))
-
-    @override
-    def nbytes(self) -> int:
-        """Return 0: the cache counts the keys."""
-        return 0
 
     def _of(self, tokens: range) -> Tensor:
         return self.keys[:, tokens.start : tokens.stop, : self.channels]

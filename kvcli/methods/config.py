@@ -170,6 +170,18 @@ class MethodConfig(BaseModel):
         return 0
 
 
+def quantised(tiers: Tiers, held: KVDtype) -> Tiers:
+    """Return tiers whose host memory holds KV in this form.
+
+    Raises:
+        KvcliError: quantisation is asked of a model with one latent per token (usage).
+    """
+    if held != "auto" and tiers.parts == 1:
+        what = f"kv_dtype {held}: this model's tokens have one latent instead of keys and values"
+        raise KvcliError(what, "leave it at auto: a latent is small", ExitCode.USAGE)
+    return replace(tiers, kv_dtype=held)
+
+
 class HostKVConfig(MethodConfig):
     """The setting shared by methods that keep KV in host memory."""
 
@@ -213,10 +225,7 @@ class HostKVConfig(MethodConfig):
         if tiers.disk is not None and self.ablates_host:
             what = "--kv-disk does not work with the ablations of host_layout and recall"
             raise KvcliError(what, "leave them as they are", ExitCode.USAGE)
-        if self.kv_dtype != "auto" and tiers.parts == 1:
-            what = f"kv_dtype {self.kv_dtype}: this model's tokens have one latent instead of keys and values"
-            raise KvcliError(what, "leave it at auto: a latent is small", ExitCode.USAGE)
-        return replace(tiers, kv_dtype=self.kv_dtype)
+        return quantised(tiers, self.kv_dtype)
 
 
 class ResidentKVConfig(MethodConfig):

@@ -230,7 +230,7 @@ class Conversation:
         """Read what is new and answer; yield the sequence with each new text, until it has ended."""
         capacity = len(turn.ids) + sampling.max_tokens
         with self._engine(capacity, capacity + ROOM * sampling.max_tokens) as ready:
-            ready.learn(profile)  # which can take minutes that are no reading
+            ready.learn(profile)  # can take minutes, which do not count as reading
             started = time.perf_counter()
             reader = self._reader(ready, turn, profile, sampling)
             if reader is None:

@@ -141,7 +141,7 @@ class PrefillRunner:
     ) -> tuple[_Reading, KVOrigin, float]:
         """Read prompts; return them with the origin of the first one's KV and the milliseconds that all took."""
         for profile in self.profiles:
-            self.engine.learn(profile)  # which can take minutes that are no reading
+            self.engine.learn(profile)  # can take minutes, which do not count as reading
         begun, ids = time.perf_counter(), [prompt.ids for prompt in prompts]
         common = in_common(prompts) if len(prompts) > 1 == len(by_document(prompts)) else 0
         reading = self._prepare(places, prompts, capacity, Branches.of(ids, common))

@@ -104,7 +104,7 @@ def test_a_first_answer_is_that_of_a_prompt(model, name):
     assert alone(model, name, some(1, 100)) == sequence.token_ids
 
 
-def test_looking_for_retrieval_heads_is_no_reading(model, monkeypatch):
+def test_looking_for_retrieval_heads_does_not_count_as_reading(model, monkeypatch):
     found = HeadScores(*(torch.zeros(len(model.geometry.layers), model.geometry.layers[0].num_kv_heads) for _ in "ei"))
 
     @cache

@@ -11,30 +11,29 @@ after the window to read past a model's trained length, are not part of this. `t
 the code runs without keeping choices; one leading layer is dense. All KV stays on the device. In the counters one token
 of one KV head is a page of size 1.
 
-On a CPU `kv_dtype` quantises the KV: tokens are scored by their rounded keys where these lie, and each chosen one is
-dequantised once, for as long as it stays chosen.
+On a CPU `kv_dtype` quantises the KV: tokens are scored by their rounded keys in place. A chosen token is dequantised
+when it is chosen, and stays so until it leaves the choice. Sinks and window are as computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.errors import ExitCode, KvcliError
 from kvcli.kernels.decode_attention import products_quantised_cpu, quantised_loops_suit
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
 from kvcli.kernels.topk import Selection, topk_pages_device
-from kvcli.kv.tokens import ChannelScoredCache, OffloadedTokenCache, TokenBudget, TokenIndex
+from kvcli.kv.tokens import ChannelScoredCache, KeysInPlace, OffloadedTokenCache, TokenBudget
 from kvcli.memory.host_pool import HostPagePool
 from kvcli.memory.tiers import Traffic
-from kvcli.methods.config import CountOrShare, TokenConfig, setting
+from kvcli.methods.config import CountOrShare, TokenConfig, quantised, setting
 from kvcli.methods.contract import Method, SequenceContext
 from kvcli.methods.step import (
     RESIDENT,
@@ -101,11 +100,8 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache | OffloadedTokenC
         held, tiers = self.config.kv_dtype, self.context.tiers
         if held == "auto":
             return ChannelScoredCache(heads, d, capacity, budget, d, tiers)
-        if layer.parts == 1:
-            what = f"kv_dtype {held}: this model's tokens have one latent instead of keys and values"
-            raise KvcliError(what, "leave it at auto", ExitCode.USAGE)
         index = QuantisedKeys()
-        cache = OffloadedTokenCache(heads, d, capacity, budget, index, replace(tiers, kv_dtype=held))
+        cache = OffloadedTokenCache(heads, d, capacity, budget, index, quantised(tiers, held))
         index.pool = cache.pool
         return cache
 
@@ -125,23 +121,10 @@ class TokenSelect(Method[TokenSelectConfig, ChannelScoredCache | OffloadedTokenC
         return {"layer_steps": self.steps, "choices": self.choices} if self.steps else {}
 
 
-class QuantisedKeys(TokenIndex):
+class QuantisedKeys(KeysInPlace):
     """Scores tokens by all channels of their quantised keys, where these lie, in the `pool` of a cache on a CPU."""
 
     pool: HostPagePool
-
-    @override
-    def fill(self, first: int, keys: Tensor) -> None:
-        """Do nothing: the pool has the keys."""
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: the keys are the pool's."""
-        return {}
-
-    @override
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Do nothing."""
 
     def scores(self, q: Tensor, tokens: range, scale: float) -> Tensor:
         """Score consecutive tokens with q [H, d] for every query head; return [Hk, G, len(tokens)] in fp32."""
@@ -166,11 +149,6 @@ class QuantisedKeys(TokenIndex):
         assert form is not None
         token = self.pool.page_shape[0] * (form.widths[0] + 4 * form.scales[0])
         return Traffic(scored=candidates * token, scores=4 * self.pool.page_shape[0] * candidates)
-
-    @override
-    def nbytes(self) -> int:
-        """Return 0: the pool counts the keys."""
-        return 0
 
 
 @dataclass(frozen=True)
