@@ -3,8 +3,7 @@
     norm       y_c = x_c / sqrt(mean_c x_c^2 + eps) * (w_c + shift)
     products   y_i = W_i . x + b_i + z_i          of several weights at once; b and z where there are any
     gate       y_i = silu(W_i . x) * V_i . x
-
-    attention  of the heads of one new token to all tokens
+    calls      of other loops, such as attention, block by block
 
 A step reads every weight once. What stands between two products takes a thousandth of their time, and to start a loop
 from Python, or threads, some hundred times longer than that. So a whole chain is one call that starts its threads once.
@@ -12,8 +11,8 @@ A thread takes a share of a stage when it has done one, and goes on to the next 
 only for shares that a running thread has taken, so that any number of threads comes to the end.
 
 A weight's own loop multiplies some of its rows, in any format: `kvcli.kernels.gemv` and `kvcli.kernels.packed_linear`
-have them. They are called by their addresses, so that the loop here is compiled once for all formats; the loops of
-attention (`kvcli.kernels.decode_attention`) likewise.
+have them. They are called by their addresses, so that the loop here is compiled once for all formats. So are loops of
+attention (`kvcli.kernels.decode_attention`) and of speculation (`kvcli.kernels.speculation`).
 
 Shapes: x [m, in] fp32, W [out, in]; m is a few.
 """
@@ -94,39 +93,24 @@ class TurnedHeads(NamedTuple):
     width: int
 
 
-class Attention(NamedTuple):
-    """Append the newest key and value, and attend to all tokens, for one row.
+class Called(NamedTuple):
+    """Call a loop for each of its blocks, for one row `x`; any thread may do any block.
 
-    The row `x` has the queries, the keys and the values of its heads of `size` numbers, one after another. `loops`
-    attend to `piece` tokens of a KV head, and merge a head's pieces; `room` gives the numbers that they write for so
-    many tokens, and `form` [2] has scale and softcap of the scores. `attention_in_chain` of
-    `kvcli.kernels.decode_attention` makes it.
+    The loop gets the addresses of what it is told, of x and of the result `out` of `width` numbers, and the number of
+    its block (`called_loop`). What it is told is row `told` of what `Chain` is given at every step, and number `blocks`
+    of that row counts the blocks. A loop without a result has no `out`.
     """
 
     x: str
-    out: str
-    heads: int
-    kv_heads: int
-    size: int
-    loops: tuple[int, int]
-    piece: int
-    room: Callable[[int], int]
-    form: Tensor
+    loop: int
+    told: int
+    blocks: int
+    out: str | None = None
+    width: int = 0
 
 
-class Tokens(NamedTuple):
-    """Keys and values [2, Hk, capacity, d], and how many tokens there are with the newest one."""
-
-    kv: Tensor
-    length: int
-
-
-Stage = Normalised | Products | Gate | TurnedHeads | Attention
-_NORM, _PRODUCTS, _GATE, _HEADS, _ATTEND, _MERGE = range(6)
-
-# What the loops of attention are told: addresses of keys and values, numbers from head to head and from token to token,
-# sizes; the addresses of scale and softcap, and of room.
-KEYS, VALUES, HEAD, TOKEN, KV_HEADS, PIECE, FORM, LENGTH, ROOM, TOLD = range(10)
+Stage = Normalised | Products | Gate | TurnedHeads | Called
+_NORM, _PRODUCTS, _GATE, _HEADS, _CALLED = range(5)
 
 # What a stage is to the loop: numbers, places among the inputs and results, and addresses of what does not move.
 _KIND, _X, _OUT, _PLUS, _WEIGHT, _BLOCKS, _WIDTH, _FIRST, _SIZE, _CHANNELS, _ANGLES, _COS, _SIN, _FIELDS = range(14)
@@ -145,6 +129,11 @@ def loop_of_rows(function: Callable[..., None], arithmetic: Any = ARITHMETIC) ->
     row of `out`, the column of `out` for the weight's first row, and the rows of x.
     """
     return compiled_at(function, 9, arithmetic)
+
+
+def called_loop(function: Callable[[int, int, int, int], None]) -> int:
+    """Compile the loop of a `Called` stage, and return its address."""
+    return compiled_at(function, 4)
 
 
 @inlined
@@ -234,10 +223,7 @@ def _head(stage: Any, constants: Any, places: Any, rows: Any, head: Any) -> None
 @inlined
 def _blocks(stage: Any, told: Any) -> Any:
     """Return how many blocks a stage has; any thread may do any of them."""
-    if stage[_KIND] == _ATTEND:
-        of = told[stage[_PLUS]]
-        return of[KV_HEADS] * ((of[LENGTH] + of[PIECE] - 1) // of[PIECE])
-    return stage[_BLOCKS]
+    return told[stage[_PLUS], stage[_BLOCKS]] if stage[_KIND] == _CALLED else stage[_BLOCKS]
 
 
 @inlined
@@ -250,7 +236,7 @@ def _do(stage: Any, constants: Any, matrices: Any, places: Any, told: Any, rows:
     elif kind == _HEADS:
         for head in range(begin, end):
             _head(stage, constants, places, rows, head)
-    elif kind in (_ATTEND, _MERGE):
+    elif kind == _CALLED:
         for block in range(begin, end):
             call_at(stage[_WEIGHT], (told[stage[_PLUS]].ctypes.data, x, out, block))
     else:
@@ -295,6 +281,21 @@ def _run(stages: Any, matrices: Any, constants: Any, told: Any, given: Any, rows
         _work(stages, matrices, constants, places, told, rows, threads, shares, thread)
 
 
+_NOTHING_TOLD = np.zeros((0, 0), np.int64)
+
+
+@compiled
+def _over(loop: Any, told: Any, x: Any, blocks: Any) -> None:
+    for block in prange(blocks):
+        call_at(loop, (told.ctypes.data, x, x, block))
+
+
+def call(loop: int, told: Any, x: Tensor, blocks: int, numbers: int) -> None:
+    """Call the loop of a `Called` stage without a result for all blocks of x, outside of a chain."""
+    use_threads(numbers)
+    _over(loop, told, x.data_ptr(), blocks)
+
+
 class Chain:
     """Stages, each of which reads one of up to four inputs or the result of an earlier stage, by its name.
 
@@ -306,7 +307,7 @@ class Chain:
         self._matrices, self._kept = list[Matrix](), list[Any]()
         self._names = [*inputs, *[""] * (_INPUTS - len(inputs))]
         self._held, self._widths = 0, dict[str, int]()  # of results
-        self._rows, self._attentions = list[tuple[Any, Any]](), list[Attention]()
+        self._rows = list[tuple[Any, Any]]()
         for stage in stages:
             self._add(stage)
         self._stages, self._constants = (np.array(rows) for rows in zip(*self._rows, strict=True))
@@ -319,8 +320,6 @@ class Chain:
         named = dict(zip(self._widths, begins, strict=False))
         self._begins, self._returned = np.array(begins), [(named[name], self._widths[name]) for name in returned]
         self._loops: dict[int, Any] = {}
-        self._told, self._held_in = np.zeros((len(self._attentions), TOLD), np.int64), list[Any]()
-        self._kinds = {(each.heads, each.kv_heads, each.size): each for each in self._attentions}.values()
 
     def _add(self, stage: Stage) -> None:
         fields, constants = np.zeros(_FIELDS, np.int64), np.zeros(2, np.float32)
@@ -336,14 +335,10 @@ class Chain:
                 fields[_CHANNELS] = self._address(torch.stack([table.float() for table in stage.turn]))
                 fields[_COS], fields[_SIN] = self._names.index("cos"), self._names.index("sin")
             return
-        if isinstance(stage, Attention):
-            fields[_KIND], width, fields[_PLUS] = _ATTEND, stage.heads * stage.size, len(self._attentions)
-            fields[_WEIGHT], fields[_BLOCKS] = stage.loops[0], stage.kv_heads
-            merging = fields.copy()
-            merging[_KIND], merging[_WEIGHT] = _MERGE, stage.loops[1]
-            merging[_OUT] = fields[_OUT] = self._place(stage.out, width)
-            self._rows.append((merging, constants))
-            self._attentions.append(stage)
+        if isinstance(stage, Called):
+            fields[_KIND], fields[_WEIGHT], fields[_BLOCKS] = _CALLED, stage.loop, stage.blocks
+            fields[_PLUS] = stage.told
+            fields[_OUT] = fields[_X] if stage.out is None else self._place(stage.out, stage.width)
             return
         if isinstance(stage, Normalised):
             fields[_KIND], width, fields[_WEIGHT] = _NORM, len(stage.weight), self._address(stage.weight)
@@ -371,8 +366,11 @@ class Chain:
         self._kept.append(kept := table.detach().contiguous())
         return kept.data_ptr()
 
-    def __call__(self, *inputs: Tensor, tokens: Sequence[Tokens] = ()) -> list[Tensor]:
-        """Run, given the inputs [m, ..] in their order, and the tokens of each attention; return what is asked for."""
+    def __call__(self, *inputs: Tensor, told: Any = _NOTHING_TOLD, numbers: int = 0) -> list[Tensor]:
+        """Run, given the inputs [m, ..] in their order; return what is asked for.
+
+        `told` [.., ..] int64 is what `Called` loops are told, which read so many `numbers` besides the weights.
+        """
         m = inputs[0].shape[0]
         rows = 1 << (m - 1).bit_length() if self._powers else m
         wide = [x.contiguous() if rows == m else functional.pad(x, (0, 0, 0, rows - m)) for x in inputs]
@@ -381,26 +379,10 @@ class Chain:
             matrices = self._loops[rows] = self._for(rows)
         results = inputs[0].new_empty(rows * self._row)
         places = (*[x.data_ptr() for x in wide], 0, 0, 0)[:_INPUTS]  # so many: the loop is compiled for their number
-        told, _room = self._tell(tokens, results)
-        threads = use_threads(self._numbers)
+        threads = use_threads(self._numbers + numbers)
         given = places, results.data_ptr(), self._begins
         _run(self._stages, matrices, self._constants, told, given, rows, threads)
         return [results.as_strided((m, width), (width, 1), rows * begin) for begin, width in self._returned]
-
-    def _tell(self, tokens: Sequence[Tokens], like: Tensor) -> tuple[Any, Tensor | None]:
-        """Return what the loops of attention are told, and the room that they need, one after another."""
-        if not tokens:
-            return self._told, None
-        held = [(kv.data_ptr(), kv.stride()) for kv, _ in tokens]
-        if held != self._held_in:
-            self._held_in, rows = held, list[tuple[int, ...]]()
-            for each, (at, (part, head, token, _)) in zip(self._attentions, held, strict=True):
-                rows.append((at, at + 4 * part, head, token, each.kv_heads, each.piece, each.form.data_ptr(), 0, 0))
-            self._told[:] = rows
-        told, lengths = self._told.copy(), [length for _, length in tokens]
-        room = like.new_empty(max(each.room(max(lengths)) for each in self._kinds))
-        told[:, LENGTH], told[:, ROOM] = lengths, room.data_ptr()
-        return told, room
 
     def _for(self, rows: int) -> Any:
         """Return what loops need to know of all weights, for so many rows of x."""

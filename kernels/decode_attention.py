@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvcli.kernels import chain, gemv
 from kvcli.kernels._llvm import AHEAD, at_address, exp, prefetch
-from kvcli.kernels._numba import compiled, compiled_at, flat, inlined, prange, run, serves
+from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import (
     add_sinks,
@@ -384,58 +384,88 @@ def rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
 _row_in_loops = inlined(_row_of)
 
 
+# What the loops of attention in a chain are told: addresses of keys and values, numbers from head to head and from
+# token to token, sizes, the addresses of scale and softcap and of room. `_PIECES` and `_KV_HEADS` count their blocks.
+_KEYS, _VALUES, _HEAD, _TOKEN, _KV_HEADS, _FORM, _LENGTH, _ROOM, _PIECES, TOLD = range(10)
+
+
 @inlined
 def _room(told: Any, d: int, group: int) -> Any:
     """View the room of a chain's attention: scores, and the results of all pieces."""
-    heads, n = told[chain.KV_HEADS], told[chain.LENGTH]
-    row, begin = _row_in_loops(n), told[chain.ROOM]
+    heads, n = told[_KV_HEADS], told[_LENGTH]
+    row, begin = _row_in_loops(n), told[_ROOM]
     parts = floats(begin + 4 * heads * group * row, heads, (n + PIECE - 1) // PIECE, group, d + LINE)
     return floats(begin, heads, group, row), parts
 
 
 @cache
 def _loops_in_chain(d: int, group: int) -> tuple[int, int]:
-    """Make the loops of a `kvcli.kernels.chain.Attention`: of a piece of a head, and over a head's pieces.
-
-    They get the addresses of what they are told, of the products, and of the results; and which piece or head.
-    """
+    """Make the loops of `AttentionInChain`: of a piece of a head, and over a head's pieces."""
 
     def attend_to_piece(place: int, x: int, _: int, unit: int) -> None:
-        told = at_address(place, np.int64(0), chain.TOLD)
-        heads, n, head, token = told[chain.KV_HEADS], told[chain.LENGTH], told[chain.HEAD], told[chain.TOKEN]
+        told = at_address(place, np.int64(0), TOLD)
+        heads, n, head, token = told[_KV_HEADS], told[_LENGTH], told[_HEAD], told[_TOKEN]
         scores, parts = _room(told, d, group)
         pieces, span = parts.shape[1], (heads - 1) * head + (n - 1) * token + d
         h, own = unit // pieces, unit % pieces
-        k, v = floats(told[chain.KEYS], span), floats(told[chain.VALUES], span)
+        k, v = floats(told[_KEYS], span), floats(told[_VALUES], span)
         if own == pieces - 1:  # the newest token is in it
             newest, to = floats(x, (group + 2) * heads, d), h * head + (n - 1) * token
             for c in range(d):
                 k[to + c] = newest[group * heads + h, c]
                 v[to + c] = newest[(group + 1) * heads + h, c]
         read = floats(x, heads, group, d), k, v, head, token, head, token, n * heads * d >= FAR
-        form, rows = floats(told[chain.FORM], 2), at_address(place, np.int64(0), (0, 0))
+        form, rows = floats(told[_FORM], 2), at_address(place, np.int64(0), (0, 0))
         none = at_address(place, np.float32(0), (0, 1, 0)), at_address(place, np.uint8(0), (0, 0))
         given = (form[0], form[1], d), none[0], none[1]
         _attend_to_piece(read, rows, given, scores, n, h, own, parts[h, own], (d, d, group))
 
     def merge(place: int, _: int, out: int, h: int) -> None:
-        told = at_address(place, np.int64(0), chain.TOLD)
+        told = at_address(place, np.int64(0), TOLD)
         _, parts = _room(told, d, group)
-        of_head = floats(out, told[chain.KV_HEADS], group, d)[h : h + 1]
+        of_head = floats(out, told[_KV_HEADS], group, d)[h : h + 1]
         _merge(parts[h : h + 1], of_head, np.empty((1, group), np.float32))
 
-    return compiled_at(attend_to_piece, 4), compiled_at(merge, 4)
+    return chain.called_loop(attend_to_piece), chain.called_loop(merge)
 
 
-def attention_in_chain(x: str, out: str, heads: int, kv_heads: int, size: int, softmax: Softmax) -> chain.Attention:
-    """Describe attention to all tokens to `kvcli.kernels.chain`."""
+class Tokens(NamedTuple):
+    """Keys and values [2, Hk, capacity, d], and how many tokens there are with the newest one, which is the last."""
 
-    def room(tokens: int) -> int:
-        return heads * (_row_of(tokens) + -(-tokens // PIECE) * (size + LINE))
+    kv: Tensor
+    length: int
 
-    form = torch.tensor([softmax.scale, softmax.softcap or 0.0])
-    loops = _loops_in_chain(size, heads // kv_heads)
-    return chain.Attention(x, out, heads, kv_heads, size, loops, PIECE, room, form)
+
+class AttentionInChain:
+    """Attention of one row to all tokens of a layer, in a `Chain`; it appends the newest key and value first.
+
+    The row has the queries, the keys and the values of its heads of `size` numbers, one after another.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, size: int, softmax: Softmax):
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        self._form = torch.tensor([softmax.scale, softmax.softcap or 0.0])
+
+    def stages(self, x: str, out: str, told: int) -> list[chain.Stage]:
+        """List the stages, which are told row `told`."""
+        attend, merge = _loops_in_chain(self.size, self.heads // self.kv_heads)
+        width = self.heads * self.size
+        return [
+            chain.Called(x, attend, told, _PIECES, out, width),
+            chain.Called(x, merge, told, _KV_HEADS, out, width),
+        ]
+
+    def room(self, tokens: int) -> int:
+        """Return the numbers that the stages write down for so many tokens, besides their result."""
+        return self.heads * (_row_of(tokens) + -(-tokens // PIECE) * (self.size + LINE))
+
+    def tell(self, row: Any, tokens: Tokens, room: int) -> int:
+        """Write what the stages are told [TOLD], with the address of their room; return the numbers that they read."""
+        (kv, length), at = tokens, tokens.kv.data_ptr()
+        part, head, token, _ = kv.stride()
+        pieces, form = self.kv_heads * -(-length // PIECE), self._form.data_ptr()
+        row[:TOLD] = at, at + 4 * part, head, token, self.kv_heads, form, length, room, pieces
+        return 2 * self.kv_heads * length * self.size
 
 
 @compiled

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels import page_table
-from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
+from kvcli.kernels.decode_attention import Tokens, attend_chosen, attend_chosen_suits, decode_attention
 from kvcli.kernels.page_scores import page_summary
 from kvcli.kernels.page_table import EMPTY, Misses, resolve_pages
 from kvcli.kernels.quant import BlockFormat
@@ -187,6 +187,22 @@ class OffloadedPageCache(PagedCache, LayerCache):
     @override
     def rows_in_order(self) -> Tensor | None:
         return None if self.budget.active(self.length + 1) else self.kv.view(*self.kv.shape[:2], -1, self.kv.shape[-1])
+
+    def pages_in_chain(self) -> tuple[Tokens, Tensor, Tensor] | None:
+        """Return what a step with the next token attends to, the slots of selected pages, and all pages.
+
+        The slots are [2, Hk, selected, p, d], the pages blocks [.., Hk, 2, p, d] of host memory. None while nothing is
+        left out, where the next token moves the window, or where loops cannot bring pages.
+        """
+        budget, (_, row, _) = self.budget, self._next
+        moves = row == 0 or not budget.active(self.length + 1)
+        if moves or len(self.kv) != 2 or self.coming is not None or self.resident.dtype != torch.int64:
+            return None
+        blocks = self.pool.blocks(self.kv)
+        if blocks is None:
+            return None
+        slots = self.kv[:, :, budget.sink : budget.sink + budget.selected]
+        return Tokens(self.kv.flatten(2, 3), budget.tokens(self.length + 1)), slots, blocks
 
     @override
     def take_row(self) -> int:

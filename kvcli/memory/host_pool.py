@@ -69,19 +69,13 @@ def suits(blocks: Tensor, target: Tensor) -> bool:
     return serves(blocks, target) and blocks.is_contiguous() and target.is_contiguous()
 
 
-def bring_cpu(blocks: Tensor, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> bool:
-    """Copy block (pages[i], heads[i]) of [n, Hk, 2, p, d] to slot slots[i] of its head: kv [2, Hk, slots, p, d].
-
-    Returns False if no loop serves.
-    """
-    if not suits(blocks, kv):
-        return False
+def bring_cpu(blocks: Tensor, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> None:
+    """Copy block (pages[i], heads[i]) of [n, Hk, 2, p, d] to slot slots[i] of its head: kv [2, Hk, slots, p, d]."""
     width = blocks[0, 0].numel()
     at = pages.contiguous(), heads.contiguous(), slots.contiguous()
     ahead = AHEAD if width <= SHORT else 0
     held = blocks.flatten(2), blocks.flatten(), kv.flatten(3)
     run(_bring, len(pages) * width, *held, *at, max(1, PIECE // width), ahead)
-    return True
 
 
 def scatter_cpu(blocks: Tensor, rows: Tensor, into: Tensor, places: Tensor) -> bool:
@@ -222,8 +216,9 @@ class HostPagePool:
 
     def bring(self, pages: Tensor, heads: Tensor, kv: Tensor, slots: Tensor) -> None:
         """Bring block (pages[i], heads[i]) for every i to slot slots[i] of its head: kv [t, Hk, slots, p, d]."""
-        plain = self.format is None and len(kv) == 2 and self._in_one_piece(kv)
-        if plain and bring_cpu(self.pieces[0], pages, heads, kv, slots):
+        blocks = self.blocks(kv) if len(kv) == 2 else None
+        if blocks is not None:
+            bring_cpu(blocks, pages, heads, kv, slots)
             return
         rows, targets = slots.add(heads, alpha=kv.shape[2]), kv.flatten(1, 2).transpose(0, 1)  # [Hk * slots, t, p, d]
         if not self._move_here(pages, heads, targets, rows):
@@ -240,6 +235,11 @@ class HostPagePool:
         pages, targets = pages.repeat_interleave(len(all_heads)), kv.flatten(0, 1)  # [slots * Hk, t, p, d]
         if not self._move_here(pages, heads, targets, rows):
             targets[rows] = self.fetch(pages, heads)
+
+    def blocks(self, slots: Tensor) -> Tensor | None:
+        """View all pages [n, Hk, 2, p, d] where a loop can copy them into slots [.., p, d], as they are."""
+        plain = self.format is None and self._in_one_piece(slots) and suits(self.pieces[0], slots)
+        return self.pieces[0] if plain else None
 
     def held(self, first: int, stop: int) -> list[Tensor]:
         """View pages `first` to before `stop` in place, in the shape of `pieces`; none of them lies on a disk."""

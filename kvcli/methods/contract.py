@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import usage_error
-from kvcli.kernels.chain import Tokens
+from kvcli.kernels.decode_attention import Tokens
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.speculation import Pages, Speculated
 from kvcli.kv.cache import DenseCache, LayerCache, Tiers
 from kvcli.kv.pages import distinct
 from kvcli.kv.parking import Parking, Waits
@@ -29,7 +30,7 @@ from kvcli.kv.sliding import SlidingCache, windowed_cache
 from kvcli.memory.state import branched
 from kvcli.memory.tiers import Footprint, Traffic
 from kvcli.methods.config import MethodConfig
-from kvcli.methods.step import Phases, Remembered, StepPlan
+from kvcli.methods.step import Phases, Remembered, StepPlan, pages_in_chain, take_speculated
 from kvcli.models.devices import Placement
 from kvcli.models.geometry import LayerGeometry, StateGeometry
 from kvcli.telemetry.counters import Count, Counters
@@ -433,10 +434,11 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         count_disk(self.context, layer, self.caches[layer])
         return out
 
-    def everything(self) -> Sequence[Tokens] | None:
-        """Return every layer's tokens, the next one's row included, if a step attends to them all, unseen by anybody.
+    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[Tokens, Pages | None]] | None:
+        """Return what a step attends to in every layer, the next token's row included, if it can be one loop.
 
-        Whoever writes these rows and attends to them calls `take_rows` in place of every layer's `attend`.
+        A step can if all that it does is to attend to these tokens, in some layers after it speculated among pages, and
+        nobody looks at it. Whoever does that in its place calls `take_rows` in place of every layer's `attend`.
         """
         kind, context, plan = type(self), self.context, self.plan
         usual = kind.attend is Method.attend and kind.attend_to is Method.attend_to
@@ -444,18 +446,22 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         does_more = plan.turn is not None or plan.rounds is not None or plan.evict is not None
         if not usual or (does_more and self.retrieval) or context.timeline.enabled or context.attention_observer:
             return None
-        tokens = list[Tokens]()
-        for cache in self.caches:
-            rows = cache.rows_in_order()
-            if rows is None:
-                return None
-            tokens.append(Tokens(rows, cache.length + 1))
-        return tokens
-
-    def take_rows(self) -> None:
-        """Count the token that was written to its row in every layer."""
+        found = list[tuple[Tokens, Pages | None]]()
         for layer, cache in enumerate(self.caches):
+            if (rows := cache.rows_in_order()) is not None:
+                found.append((Tokens(rows, cache.length + 1), None))
+            elif layer in self.retrieval and (pages := pages_in_chain(self, layer, softmax[layer])) is not None:
+                found.append(pages)
+            else:
+                return None
+        return found
+
+    def take_rows(self, found: Sequence[Speculated | None]) -> None:
+        """Count the token that was written to its row in every layer, and take what speculation found there."""
+        for layer, (cache, speculated) in enumerate(zip(self.caches, found, strict=True)):
             self.count(layer, Count.BYTES_TO_HOST, cache.take_row())
+            if speculated is not None:
+                take_speculated(self, layer, speculated)
             count_disk(self.context, layer, cache)
 
     def attended(self, layer: int) -> Tensor:

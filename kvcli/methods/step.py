@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from kvcli.kernels import speculation
 from kvcli.kernels.append import NewToken, take_in_filled_page
+from kvcli.kernels.decode_attention import Tokens
 from kvcli.kernels.eviction import PageCounts, StampedPages, make_room, replace_page
 from kvcli.kernels.group_pooling import HeadPooling, Pooling, pool_queries, pool_scores
 from kvcli.kernels.near_best import NearTally, count_near_best, near_best
@@ -43,6 +44,7 @@ from kvcli.kernels.prefill_attention import last_rows
 from kvcli.kernels.query_similarity import query_similarity
 from kvcli.kernels.recall import HostPages
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.speculation import Pages, Speculated, SpeculationSettings
 from kvcli.kernels.token_scores import project_heads, project_newest, token_scores_device
 from kvcli.kernels.topk import Selection, topk_pages, topk_pages_device
 from kvcli.kv.cache import NEVER, LayerCache, LayerSlots
@@ -809,15 +811,15 @@ class Phases(LayerStep):
 
     def _speculate(self, correction: Correction, q: Tensor) -> Tensor:
         """Attend to the last step's choice, corrected where the query turned; then fetch for the next step."""
-        kept, index, cache = self.kept, self.plan.index, self.cache
-        if isinstance(index, PageBounds) and index.pooling != "none" and self.plan.choose is None:
+        kept, cache, how = self.kept, self.cache, speculation_of(self.plan, self.layer, self.softmax)
+        if how is not None:
             bounds = cache.summaries.of(self.candidates)  # an `OffloadedPageCache`
             if speculation.suits(q, bounds, cache.resident, cache.kv.numel()):
-                return self._speculate_in_one_loop(correction, index, index.pooling, bounds, q)
+                return self._speculate_in_loops(how, bounds, q)
         with self.span("correction"):
             corrected = self._corrected(correction, q)  # [Hk] bool
         flags = corrected.tolist()
-        self._count_corrected(kept.query is None, flags)
+        count_corrected(self.method, self.layer, flags)
         last, kept.picked = kept.picked, self._choose(q)
         selected = kept.picked.pages  # [Hk, k]
         kept.read = Read(corrected, selected, selected if last is None else last.pages)
@@ -830,35 +832,26 @@ class Phases(LayerStep):
         kept.query = q.clone()
         return out
 
-    def _speculate_in_one_loop(
-        self, correction: Correction, index: PageBounds, pooling: Pooling, bounds: Tensor, q: Tensor
-    ) -> Tensor:
-        """Speculate likewise on a CPU, where one loop corrects, scores, chooses and finds what is missing."""
-        kept, cache, below = self.kept, self.cache, correction.below[self.layer]
+    def _speculate_in_loops(self, how: SpeculationSettings, bounds: Tensor, q: Tensor) -> Tensor:
+        """Speculate likewise on a CPU, where loops correct, score, choose and find what is missing."""
+        cache, first = self.cache, self.candidates.start
         with self.span("select"):
-            turn, score = (q, kept.query, below, correction.pooling), (bounds, index.scale(self.softmax), pooling)
-            pages = cache.budget.count(cache.length)
-            found = speculation.speculate(*turn, *score, cache.resident, self.candidates.start, pages)
-        flags = found.corrected.tolist()
-        self._count_corrected(kept.query is None, flags)
-        before = found.selected if kept.picked is None else kept.picked.pages
-        kept.picked, kept.read = Picked(found.selected), Read(found.corrected, found.selected, before)
-        self.method.count_selected(self.layer, found.selected, cache.readers)
-        if any(flags):
-            self._bring(found.now, [count * flag for count, flag in zip(found.missing, flags, strict=True)])
+            pages = Pages(how, self.kept.query, bounds, first, cache.budget.count(cache.length), cache.resident)
+            found = speculation.speculate(q, pages)
+        take_speculated(self.method, self.layer, found)
+        if found.corrected.any():
+            self._bring(found.misses(corrected=True))
         with self.span("attention"):
             out: Tensor = cache.attend(q, self.softmax)
-        if not all(flags):
-            own = [count * (not flag) for count, flag in zip(found.missing, flags, strict=True)]
-            self._bring(found.later, own, later=True)
-        kept.query = q.clone()
+        if not found.corrected.all():
+            self._bring(found.misses(corrected=False), later=True)
         return out
 
-    def _bring(self, misses: Misses, by_head: list[int], later: bool = False) -> None:
-        """Bring what the page table names already."""
+    def _bring(self, misses: Misses, later: bool = False) -> None:
+        """Bring what the page table names already, and `take_speculated` has counted."""
         with self.span("recall"):
-            moved = self.cache.bring(misses, later) if len(misses.pages) else 0
-        self.method.count_recalled(self.layer, by_head, moved, hidden=later)
+            if len(misses.pages):
+                self.cache.bring(misses, later)
 
     def _corrected(self, correction: Correction, q: Tensor) -> Tensor:
         """Flag the KV heads that must not reuse the last choice: [Hk] bool; all of them at the first retrieval."""
@@ -866,14 +859,6 @@ class Phases(LayerStep):
         if self.kept.query is None:
             return q.new_ones(heads).bool()
         return query_similarity(q, self.kept.query, heads, correction.pooling) < correction.below[self.layer]
-
-    def _count_corrected(self, first: bool, corrected: list[bool]) -> None:
-        """Count the heads [Hk] that were checked and corrected, or that retrieve for the first time."""
-        if first:
-            self.method.count(self.layer, Count.FIRST_RETRIEVALS, len(corrected))
-            return
-        self.method.count_heads(self.layer, Count.HEADS_CHECKED, [1] * len(corrected))
-        self.method.count_heads(self.layer, Count.HEADS_CORRECTED, corrected)
 
     def _choose(self, q: Tensor) -> Picked:
         picked = (self.plan.choose or Best()).pick(self, q)
@@ -897,3 +882,45 @@ class Phases(LayerStep):
         if kept is None:
             return self.cache.attend_selected(q, pages, self.softmax)  # type: ignore[no-any-return]
         return self.cache.attend_tokens(q, tokens, kept, self.softmax)  # type: ignore[no-any-return]
+
+
+def count_corrected(method: AnyMethod, layer: int, corrected: list[bool]) -> None:
+    """Count a layer's heads [Hk] that were checked and corrected, or that retrieve for the first time."""
+    if method.remembered[layer].query is None:
+        method.count(layer, Count.FIRST_RETRIEVALS, len(corrected))
+        return
+    method.count_heads(layer, Count.HEADS_CHECKED, [1] * len(corrected))
+    method.count_heads(layer, Count.HEADS_CORRECTED, corrected)
+
+
+def speculation_of(plan: StepPlan, layer: int, softmax: Softmax) -> SpeculationSettings | None:
+    """Return how a layer speculates where the plan leaves that to `kvcli.kernels.speculation`."""
+    correction, index = plan.correction, plan.index
+    if correction is None or not isinstance(index, PageBounds) or index.pooling == "none" or plan.choose is not None:
+        return None
+    return SpeculationSettings(correction.below[layer], correction.pooling, index.scale(softmax), index.pooling)
+
+
+def pages_in_chain(method: AnyMethod, layer: int, softmax: Softmax) -> tuple[Tokens, Pages] | None:
+    """Return what the loops of a chain attend to and speculate among at a layer's next step; None if they cannot."""
+    how, cache, kept = speculation_of(method.plan, layer, softmax), method.retrieval[layer], method.remembered[layer]
+    held = None if how is None else cache.pages_in_chain()  # of an `OffloadedPageCache`
+    if how is None or held is None:
+        return None
+    (tokens, slots, blocks), length = held, cache.length + 1
+    candidates, total = cache.budget.candidates(length), cache.budget.count(length)
+    bounds = cache.summaries.of(candidates)
+    return tokens, Pages(how, kept.query, bounds, candidates.start, total, cache.resident, slots, blocks)
+
+
+def take_speculated(method: AnyMethod, layer: int, found: Speculated) -> None:
+    """Remember and count what loops found for a layer that speculates, and that the missing pages are brought."""
+    kept, cache, corrected = method.remembered[layer], method.retrieval[layer], found.corrected.tolist()
+    count_corrected(method, layer, corrected)
+    before = found.selected if kept.picked is None else kept.picked.pages
+    kept.picked, kept.read = Picked(found.selected), Read(found.corrected, found.selected, before)
+    kept.query = found.query
+    method.count_selected(layer, found.selected, cache.readers)
+    for later in (False, True):
+        missing = [count * (flag != later) for count, flag in zip(found.missing.tolist(), corrected, strict=True)]
+        method.count_recalled(layer, missing, sum(missing) * cache.pool.block_bytes, hidden=later)

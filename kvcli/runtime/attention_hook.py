@@ -19,8 +19,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation, set_attention
 from kvcli.errors import usage_error
-from kvcli.kernels.chain import Tokens
+from kvcli.kernels.decode_attention import Tokens
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.speculation import Pages, Speculated
 from kvcli.kv.selected import with_index
 from kvcli.models.auto import layers_of
 from kvcli.models.devices import Placement
@@ -54,14 +55,14 @@ class Reads(Protocol):
 
 
 @runtime_checkable
-class AttendsToAll(Protocol):
-    """A handler that may attend to everything, which a loop over all layers then does in its place."""
+class AttendsInChain(Protocol):
+    """A handler that may do no more than a loop over all layers can, which then does it in its place."""
 
-    def everything(self) -> Sequence[Tokens] | None:
-        """Return every layer's tokens, the next one's row included, if a step attends to all; None if it does more."""
+    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[Tokens, Pages | None]] | None:
+        """Return what a step attends to in every layer, and the pages it speculates among; None if it does more."""
 
-    def take_rows(self) -> None:
-        """Count the token that was written to its row in every layer."""
+    def take_rows(self, found: Sequence[Speculated | None]) -> None:
+        """Count the token that was written to its row in every layer, and take what speculation found there."""
 
 
 class Hook:

@@ -2,7 +2,8 @@
 
 A step takes the time of reading the weights; one launch per linear layer and six torch functions per norm would add
 more than that in a small model. So a decoder layer is one loop, from what attention gave to the queries, keys and
-values of the next layer. Where a step attends to all of a short text, all layers with their attention are one.
+values of the next layer. Where a step only attends to rows in order, perhaps after it speculated among pages, all
+layers with their attention are one loop.
 Prompts go through the model's own code, its linear layers through oneDNN.
 """
 
@@ -13,27 +14,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Stage, Tokens, TurnedHeads
-from kvcli.kernels.decode_attention import attention_in_chain
+from kvcli.kernels import decode_attention, speculation
+from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Stage, TurnedHeads
+from kvcli.kernels.decode_attention import AttentionInChain, Tokens
 from kvcli.kernels.norm_rope import Rotation, norm_cpu, rotate_cpu
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.speculation import Pages, Speculated, SpeculationInChain
 from kvcli.models.auto import layers_of
 from kvcli.models.weights import is_plain
-from kvcli.runtime.attention_hook import AttendsToAll
+from kvcli.runtime.attention_hook import AttendsInChain
 from kvcli.runtime.fused import Kernels, Parts, Turning, fused_by, gated_of, norm_of, parts_of, projections_of, replaced
 from kvcli.runtime.linear import by_memory, cpu_linears, few, is_packed, matrix_of, rows_of, suits_gemv
 
 MOST = 1 << 16
 """Numbers up to which a single-threaded loop is faster for a norm or a rotation."""
-
-SHORT = 1024
-"""Tokens up to which attention is part of the loop of all layers; for more, its own loop is a fifth faster."""
 
 
 @contextmanager
@@ -291,8 +292,8 @@ class WholeLayer:
 class AllLayers:
     """The layers of a decoder, where each of them takes what the one before it gave, which the first step shows.
 
-    Where a step attends to all of a short text, they are one loop with their attention, for one sequence. Otherwise a
-    layer's loop after attention goes on to the queries, keys and values of the next layer.
+    For one sequence they are one loop with their attention where a method allows it. Otherwise a layer's loop after
+    attention goes on to the queries, keys and values of the next layer.
     """
 
     def __init__(self, layers: Sequence[WholeLayer]):
@@ -306,7 +307,7 @@ class AllLayers:
         self.products: Tensor | None = None  # its queries, keys and values, if they are made already
         self.seen = False  # whether all layers were seen to follow each other
         self.further: dict[int, Chain] = {}  # the loops from a layer's attention to that of the next
-        self.whole: Chain | None = None
+        self.whole = dict[Any, OneLoop]()  # by how layers speculate
         self.passing: Tensor | None = None  # what the last layer gives, until its turn is over
 
     def through(self, layer: WholeLayer, hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
@@ -326,18 +327,24 @@ class AllLayers:
         return self.passing
 
     def _step(self, hidden: Tensor, angles: Any) -> Tensor | None:
-        """Run all layers on a token's hidden states [1, 1, D], if its step attends to everything."""
+        """Run all layers on a token's hidden states [1, 1, D], if its step can be one loop."""
         if not self.seen or hidden.shape[:2] != (1, 1) or not few(hidden) or not _suit(angles, 1, 1):
             return None
-        handler = cast(Attending, self.layers[0].own).hook.handler
-        if not isinstance(handler, AttendsToAll) or (tokens := self._tokens(handler)) is None:
+        own = [cast(Attending, layer.own) for layer in self.layers]
+        handler = own[0].hook.handler
+        if not isinstance(handler, AttendsInChain) or any(each.softmax.sinks is not None for each in own):
             return None
-        if any(self.listeners) or [own.get("forward") for own in self.passed] != self.forwards:
+        if any(self.listeners) or [its.get("forward") for its in self.passed] != self.forwards:
             return None
-        if self.whole is None:
-            self.whole = self._of_all()
-        (out,) = self.whole(hidden[0], *[angle[0] for angle in angles], tokens=tokens)
-        handler.take_rows()
+        of_layer = {each.layer: each.softmax for each in own}
+        step = handler.in_chain([of_layer[at] for at in range(len(own))])
+        if step is None or any(tokens.kv.dtype != torch.float32 for tokens, _ in step):
+            return None
+        kind = tuple(None if pages is None else pages.how.pooling for _, pages in step)
+        if kind not in self.whole:
+            self.whole[kind] = OneLoop(self.layers, kind)
+        out, found = self.whole[kind](hidden[0], [angle[0] for angle in angles], step)
+        handler.take_rows(found)
         return out[None]
 
     def ready(self, layer: WholeLayer, hidden: Tensor, angles: Any) -> Tensor | None:
@@ -375,24 +382,46 @@ class AllLayers:
                 self.at, self.given, self.seen = 0, (None, None), True
         return out
 
-    def _tokens(self, handler: AttendsToAll) -> Sequence[Tokens] | None:
-        """Return the tokens of all layers, the next one's row included, if a step attends to them and does no more."""
-        tokens = handler.everything()
-        own = [cast(Attending, layer.own) for layer in self.layers]
-        if tokens is None or any(each.softmax.sinks is not None for each in own):
-            return None
-        if any(kv.dtype != torch.float32 or length > SHORT for kv, length in tokens):
-            return None
-        return [tokens[each.layer] for each in own]
 
-    def _of_all(self) -> Chain:
+class OneLoop:
+    """All layers of a step of one sequence, with their attention and, where `pooling` is given, their speculation.
+
+    `pooling` has an entry for each layer, by the numbers that methods give layers.
+    """
+
+    def __init__(self, layers: Sequence[WholeLayer], pooling: Sequence[Any]):
+        self.attention, self.speculation = dict[int, AttentionInChain](), dict[int, SpeculationInChain]()
         stages = list[Stage]()
-        for layer in self.layers:
+        for layer in layers:
             own = cast(Attending, layer.own)
-            heads, kv_heads = (rows // own.size for rows in own.sizes[:2])
-            attention = attention_in_chain("products", "attended", heads, kv_heads, own.size, own.softmax)
-            stages += [_reading("out" if stages else "x", stage) for stage in [*own.stages, attention, *layer.after]]
-        return Chain(["x", "cos", "sin"], stages, ["out"])
+            at, heads, kv_heads = own.layer, *(rows // own.size for rows in own.sizes[:2])
+            self.attention[at] = attention = AttentionInChain(heads, kv_heads, own.size, own.softmax)
+            its = [*own.stages, *attention.stages("products", "attended", at), *layer.after]
+            if pooling[at] is not None:
+                self.speculation[at] = speculates = SpeculationInChain(heads, kv_heads, own.size, pooling[at])
+                begin, row = len(own.stages), len(layers) + at
+                its[begin:begin] = speculates.before("products", row)
+                its[-len(layer.after) : -len(layer.after)] = speculates.after("products", row)
+            stages += [_reading("out" if stages else "x", stage) for stage in its]
+        self.chain = Chain(["x", "cos", "sin"], stages, ["out"])
+        self.told = np.zeros((2 * len(layers), max(decode_attention.TOLD, speculation.TOLD)), np.int64)
+
+    def __call__(
+        self, x: Tensor, angles: Sequence[Tensor], step: Sequence[tuple[Tokens, Pages | None]]
+    ) -> tuple[Tensor, Sequence[Speculated | None]]:
+        """Run on rows x [1, D]; return what the last layer gives, and what speculation found in each layer."""
+        needs, found, numbers = [0], list[Speculated | None](), 0
+        for at, (tokens, pages) in enumerate(step):
+            needs.append(self.attention[at].room(tokens.length))
+            if pages is not None:
+                needs.append(self.speculation[at].room(pages))
+        room = x.new_empty(max(needs))  # stages follow each other
+        for at, (tokens, pages) in enumerate(step):
+            numbers += self.attention[at].tell(self.told[at], tokens, room.data_ptr())
+            row = self.told[len(step) + at]
+            found.append(None if pages is None else self.speculation[at].tell(row, pages, room.data_ptr()))
+        (out,) = self.chain(x, *angles, told=self.told, numbers=numbers)
+        return out, found
 
 
 def _listeners(modules: Sequence[dict[str, Any]]) -> list[Any]:

@@ -16,8 +16,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels._numba import compiling
-from kvcli.kernels.chain import Tokens
+from kvcli.kernels.decode_attention import Tokens
 from kvcli.kernels.softmax import Softmax
+from kvcli.kernels.speculation import Pages, Speculated
 from kvcli.kv.selected import SelectingCache
 from kvcli.methods.card import BLOCKING
 from kvcli.methods.contract import AnyMethod
@@ -54,13 +55,13 @@ class BlockingPipeline:
         outs = [method.attend_to(layer, q[row, :, 0], softmax) for row, method in enumerate(self.methods)]
         return self._stacked(outs, len(q))
 
-    def everything(self) -> Sequence[Tokens] | None:
-        """Return the tokens of all layers if there is one sequence, and its step only attends to everything."""
-        return self.methods[0].everything() if len(self.methods) == 1 else None
+    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[Tokens, Pages | None]] | None:
+        """Return what a step attends to in every layer, if there is one sequence and its step can be one loop."""
+        return self.methods[0].in_chain(softmax) if len(self.methods) == 1 else None
 
-    def take_rows(self) -> None:
-        """Count the token that was written to its row in every layer."""
-        self.methods[0].take_rows()
+    def take_rows(self, found: Sequence[Speculated | None]) -> None:
+        """Count the token that was written to its row in every layer, and take what speculation found there."""
+        self.methods[0].take_rows(found)
 
     def _stacked(self, outs: list[Tensor], rows: int) -> Tensor:
         """Stack the outputs [H, d] of all methods into rows [b, 1, H, d]."""

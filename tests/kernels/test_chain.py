@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from kvcli.kernels import _numba, chain, gemv, packed_linear
-from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Tokens, TurnedHeads
-from kvcli.kernels.decode_attention import attention_in_chain, decode_attention_ref
+from kvcli.kernels.chain import Chain, Gate, Normalised, Products, TurnedHeads
+from kvcli.kernels.decode_attention import TOLD, AttentionInChain, Tokens, decode_attention_ref
 from kvcli.kernels.norm_rope import Rotation, rms_norm_ref, rotate_ref
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
 from kvcli.kernels.softmax import Softmax
@@ -87,12 +87,26 @@ def test_heads_are_normalised_and_rotated_in_place(normed, turned):
     near(found[:, first:], own[0].transpose(0, 1).reshape(tokens, -1))
 
 
-def attending(group, kv_heads, d, softmax=None):
-    """Products, and attention by them: the chain, and the matrix."""
-    heads = group * kv_heads
-    matrix, weight, _ = plain((heads + 2 * kv_heads) * d, D, 7)
-    attention = attention_in_chain("products", "out", heads, kv_heads, d, softmax or Softmax(d**-0.5))
-    return Chain(["x"], [Products("x", "products", [matrix]), attention], ["products", "out"]), weight
+class Attending:
+    """A chain of products, and attention by them: calls it with tokens; `weight` are the products'."""
+
+    def __init__(self, group, kv_heads, d, softmax=None, seeds=(7,)):
+        heads = group * kv_heads
+        matrices = [plain((heads + 2 * kv_heads) * d, D, seed) for seed in seeds]
+        self.attention = AttentionInChain(heads, kv_heads, d, softmax or Softmax(d**-0.5))
+        self.weights, stages = [weight for _, weight, _ in matrices], []
+        for at, (matrix, _, _) in enumerate(matrices):
+            stages += [Products("x", "products", [matrix]), *self.attention.stages("products", f"out{at}", at)]
+        self.chain = Chain(["x"], stages, ["products", *(f"out{at}" for at in range(len(seeds)))])
+
+    def __call__(self, x, *tokens):
+        room = torch.full((max(self.attention.room(each.length) for each in tokens) + 1,), torch.nan)
+        told = np.zeros((len(tokens), TOLD), np.int64)
+        for row, each in zip(told, tokens, strict=True):
+            assert self.attention.tell(row, each, room.data_ptr()) > 0
+        found = self.chain(x, told=told)
+        assert room[-1].isnan()
+        return found
 
 
 def cache_of(kv_heads, d, held, capacity):
@@ -111,10 +125,10 @@ SHAPES += [seldom(1, 1, 16, None), seldom(3, 3, 64, None), seldom(8, 2, 20, 2.0)
 @pytest.mark.parametrize(("group", "kv_heads", "d", "softcap"), SHAPES)
 def test_attention_appends_and_reads_everything(group, kv_heads, d, softcap, held):
     softmax = Softmax(d**-0.5, softcap)
-    chain, _ = attending(group, kv_heads, d, softmax)
+    chained = Attending(group, kv_heads, d, softmax)
     x, kv = noise(1, D), cache_of(kv_heads, d, held, held + 3)
     before = kv.clone()
-    products, out = chain(x, tokens=[Tokens(kv, held + 1)])
+    products, out = chained(x, Tokens(kv, held + 1))
     q, k, v = products.view(-1, d).split([group * kv_heads, kv_heads, kv_heads])
     assert torch.equal(kv[:, :, held], torch.stack([k, v]))
     kv[:, :, held] = torch.nan
@@ -125,17 +139,11 @@ def test_attention_appends_and_reads_everything(group, kv_heads, d, softcap, hel
 
 def test_attentions_of_several_layers_have_their_own_tokens():
     group, kv_heads, d = 2, 2, 16
-    matrices = [plain((group + 2) * kv_heads * d, D, seed) for seed in (1, 2)]
-    stages = []
-    for at, (matrix, _, _) in enumerate(matrices):
-        attention = attention_in_chain("products", f"out{at}", group * kv_heads, kv_heads, d, Softmax(1.0))
-        stages += [Products("x", "products", [matrix]), attention]
+    chained = Attending(group, kv_heads, d, Softmax(1.0), seeds=(1, 2))
     x, held = noise(1, D), (1500, 4)
     caches = [cache_of(kv_heads, d, count, 1501) for count in held]
-    outs = Chain(["x"], stages, ["out0", "out1"])(
-        x, tokens=[Tokens(kv, count + 1) for kv, count in zip(caches, held, strict=True)]
-    )
-    for out, kv, count, (_, weight, _) in zip(outs, caches, held, matrices, strict=True):
+    _, *outs = chained(x, *[Tokens(kv, count + 1) for kv, count in zip(caches, held, strict=True)])
+    for out, kv, count, weight in zip(outs, caches, held, chained.weights, strict=True):
         q = (x.double() @ weight.T).view(-1, d)[: group * kv_heads]
         k, v = kv[:, :, : count + 1].double()
         near(out.view(-1, d), decode_attention_ref(q, k, v, Softmax(1.0)))
@@ -144,10 +152,10 @@ def test_attentions_of_several_layers_have_their_own_tokens():
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_any_number_of_threads_gives_the_same(threads, monkeypatch):
     """Also more than there are: a thread takes what nobody has taken."""
-    chained, _ = attending(8, 3, 20)
+    chained = Attending(8, 3, 20)
     x, kv = noise(1, D), cache_of(3, 20, 3000, 3001)
-    expected = chained(x, tokens=[Tokens(kv, 3001)])
+    expected = chained(x, Tokens(kv, 3001))
     use = chain.use_threads
     monkeypatch.setattr(chain, "use_threads", lambda numbers: (use(numbers), threads)[1])
-    for found, wanted in zip(chained(x, tokens=[Tokens(kv, 3001)]), expected, strict=True):
+    for found, wanted in zip(chained(x, Tokens(kv, 3001)), expected, strict=True):
         assert torch.equal(found, wanted)

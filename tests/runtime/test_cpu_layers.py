@@ -216,14 +216,14 @@ def test_packed_weights_are_read_as_they_are(kinds, monkeypatch):
 STEPS = 7
 
 
-def steps(hook, monkeypatch, name="full", settings=None, **known):
+def steps(hook, monkeypatch, name="full", settings=None, count=STEPS, **known):
     """The logits of steps after a prompt of a token, the numbers of loops that they launched, and the method."""
-    method = new_method(name, settings or {}, hook.geometry.layers, 1 + STEPS, **known)
+    method = new_method(name, settings or {}, hook.geometry.layers, 1 + count, **known)
     for at, layer in enumerate(hook.geometry.layers):
         token = torch.ones(layer.num_kv_heads, 1, layer.head_dim)
         method.prefill(at, token, token, token[:, :0], Softmax(1.0))
-    launched, loop, found = [0] * STEPS, chain._run, []
-    for at in range(STEPS):
+    launched, loop, found = [0] * count, chain._run, []
+    for at in range(count):
 
         def counted(*arguments, at=at):
             launched[at] += 1
@@ -279,16 +279,28 @@ def test_while_six_tokens_are_all_read_a_step_is_one_loop(name, settings, monkey
     assert launched[5] > 2
 
 
-def test_a_long_text_is_attended_to_by_its_own_loop(monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr(layers, "SHORT", 4)
+@pytest.mark.parametrize("tau", [0.0, 0.9, 1.0])
+def test_a_step_of_freekv_is_one_loop_unless_the_window_moves(tau, monkeypatch):
+    """Which pages it reads, what it counts and what it keeps for the next step is what phase after phase gives."""
+    model, settings = tiny_model("llama"), {"budget": 16, "sink": 4, "window": 4, "page_size": 4, "tau": tau}
     with attached(model) as hook:
-        expected, _, _ = steps(hook, monkeypatch)
+        expected, _, kept = steps(hook, monkeypatch, "freekv", settings, count=47)
         with cpu_layers(model):
-            found, launched, _ = steps(hook, monkeypatch)
+            found, launched, held = steps(hook, monkeypatch, "freekv", settings, count=47)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert launched[1:3] == [2, 2]
-    assert launched[3] == launched[-1] == len(hook.geometry.layers) + 2  # before the first, after each; the head
+    assert launched[1:] == [2 if at + 1 < 16 or (at + 1) % 4 else launched[15] for at in range(1, 47)]
+    assert launched[15] > 2
+    assert held.context.counters.counts == kept.context.counters.counts
+    assert held.context.counters.heads == kept.context.counters.heads
+    for layer, mine in held.retrieval.items():
+        its = kept.retrieval[layer]
+        assert torch.equal(mine.resident, its.resident)
+        torch.testing.assert_close(mine.kv, its.kv, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            mine.summaries.of(mine.candidates), its.summaries.of(its.candidates), rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(held.remembered[layer].query, kept.remembered[layer].query, rtol=1e-4, atol=1e-5)
+        assert torch.equal(held.attended(layer), kept.attended(layer))
 
 
 def test_layers_run_one_by_one_where_somebody_watches(monkeypatch):
