@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.decode_attention import Tokens, decode_attention
 from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.quant import BlockFormat
@@ -94,8 +94,11 @@ class LayerCache(ABC):
         def place(name: str) -> int:
             return next(at for at, parent in enumerate(cls.__mro__) if name in vars(parent))
 
-        if min(place("append"), place("attend")) < place("rows_in_order"):
+        does = min(place("append"), place("attend"))
+        if does < place("rows_in_order"):
             cls.rows_in_order = LayerCache.rows_in_order  # type: ignore[method-assign]
+        if does < place("pages_in_chain"):
+            cls.pages_in_chain = LayerCache.pages_in_chain  # type: ignore[method-assign]
 
     @property
     def disk(self) -> DiskBlocks | None:
@@ -136,6 +139,14 @@ class LayerCache(ABC):
 
         None if a step with the next token would attend to anything else. Whoever writes that token to its row calls
         `take_row` in place of `append`.
+        """
+        return None
+
+    def pages_in_chain(self) -> tuple[Tokens, Tensor, Tensor] | None:
+        """Return what a step with the next token attends to, the slots of selected pages, and all pages.
+
+        The slots are [2, Hk, selected, p, d], the pages blocks [.., Hk, 2, p, d] of host memory. None if a step attends
+        to anything else, or loops cannot bring the pages. Whoever does so calls `take_row`, as for `rows_in_order`.
         """
         return None
 

@@ -188,15 +188,12 @@ class OffloadedPageCache(PagedCache, LayerCache):
     def rows_in_order(self) -> Tensor | None:
         return None if self.budget.active(self.length + 1) else self.kv.view(*self.kv.shape[:2], -1, self.kv.shape[-1])
 
+    @override
     def pages_in_chain(self) -> tuple[Tokens, Tensor, Tensor] | None:
-        """Return what a step with the next token attends to, the slots of selected pages, and all pages.
-
-        The slots are [2, Hk, selected, p, d], the pages blocks [.., Hk, 2, p, d] of host memory. None while nothing is
-        left out, where the next token moves the window, or where loops cannot bring pages.
-        """
         budget, (_, row, _) = self.budget, self._next
-        moves = row == 0 or not budget.active(self.length + 1)
-        if moves or len(self.kv) != 2 or self.coming is not None or self.resident.dtype != torch.int64:
+        if row == 0 or not budget.active(self.length + 1):  # the window may move, or nothing is left out
+            return None
+        if len(self.kv) != 2 or self.coming is not None or self.resident.dtype != torch.int64:
             return None
         blocks = self.pool.blocks(self.kv)
         if blocks is None:

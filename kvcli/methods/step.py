@@ -904,7 +904,7 @@ def speculation_of(plan: StepPlan, layer: int, softmax: Softmax) -> SpeculationS
 def pages_in_chain(method: AnyMethod, layer: int, softmax: Softmax) -> tuple[Tokens, Pages] | None:
     """Return what the loops of a chain attend to and speculate among at a layer's next step; None if they cannot."""
     how, cache, kept = speculation_of(method.plan, layer, softmax), method.retrieval[layer], method.remembered[layer]
-    held = None if how is None else cache.pages_in_chain()  # of an `OffloadedPageCache`
+    held = None if how is None else cache.pages_in_chain()
     if how is None or held is None:
         return None
     (tokens, slots, blocks), length = held, cache.length + 1

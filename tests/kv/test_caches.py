@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcli.kernels.softmax import Softmax
-from kvcli.kv.cache import DenseCache, Tiers
+from kvcli.kv.cache import DenseCache, LayerCache, Tiers
 from kvcli.kv.paged import OffloadedPageCache, ResidentPageCache
 from kvcli.kv.pages import PageBudget
 from kvcli.kv.sliding import ChunkCache, SlidingCache
@@ -124,3 +124,17 @@ def test_budget_rounds_sink_and_window_up_and_never_exceeds_itself():
     budget = PageBudget.of(budget=100, sink=4, window=17, page_size=16)
     assert (budget.sink, budget.window, budget.selected) == (1, 2, 3)
     assert budget.total * 16 <= 100
+
+
+@pytest.mark.parametrize("name", ["append", "attend"])
+def test_no_loop_writes_to_a_cache_that_does_more(name):
+    """What a subclass does when it stores or attends must not be left out."""
+
+    def more(self, *given):
+        return getattr(OffloadedPageCache, name)(self, *given)
+
+    changed = type("Changed", (OffloadedPageCache,), {name: more})
+    assert changed.rows_in_order is LayerCache.rows_in_order
+    assert changed.pages_in_chain is LayerCache.pages_in_chain
+    unchanged = type("Unchanged", (OffloadedPageCache,), {})
+    assert unchanged.pages_in_chain is OffloadedPageCache.pages_in_chain
