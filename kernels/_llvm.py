@@ -247,6 +247,8 @@ LEVELS = 16  # values of four bits
 
 BYTES = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up in two registers, by the lower seven bits
 NUMBERS = "llvm.x86.avx512.permvar.sf.512"
+NUMBERS_OF_TWO = "llvm.x86.avx512.vpermi2var.ps.512"  # looks up in two registers, by the lower five bits
+SHIFTED = "llvm.x86.avx512.pmultishift.qb.512"  # makes each byte of eight bits of its 64, from a given one on
 
 
 def permutes() -> bool:

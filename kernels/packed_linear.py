@@ -19,7 +19,18 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from kvcli.kernels._llvm import LINE, NUMBERS, FlatArrays, all_of, at_address, has_wide_registers, lanes, permutes
+from kvcli.kernels._llvm import (
+    LINE,
+    NUMBERS,
+    NUMBERS_OF_TWO,
+    SHIFTED,
+    FlatArrays,
+    all_of,
+    at_address,
+    has_wide_registers,
+    lanes,
+    permutes,
+)
 from kvcli.kernels._numba import IN_ORDER, compiled, intrinsic, prange, run, serves
 from kvcli.kernels._triton import jit, launch, power_of_two, takes, tl
 from kvcli.kernels.chain import Chain, Gate, Matrix, Products, floats, loop_of_rows
@@ -890,6 +901,22 @@ class _Block:
         """Add a fifth bit, given in a mask register, above four bits."""
         return self.builder.select(bits, self.builder.or_(words, self.of(16)), words)
 
+    def five_bits(self, at: int, fifth: Any, places: Iterable[tuple[int, int]]) -> tuple[Any, Any]:
+        """Return words whose lowest five bits are levels, those of the lower halves of bytes and of the upper ones.
+
+        The bytes are at `at`, one a lane. `places` are those of a lane's two fifth bits among 64 of `fifth`, which it
+        shares with the lane beside it. A lane holds its byte twice, so that one instruction moves both bits to where
+        a half ends; to add each by a mask takes more of them.
+        """
+        halves = self.held.load(0, LANES, at)
+        halves = lanes(self.builder, (halves, halves), (lane for lane in range(LANES) for _ in range(4)))
+        shifts = [shift % 64 for low, high in places for shift in (low - 4, 0, 0, high)]
+        fifth = self._called(SHIFTED, self.constant(halves.type, shifts), self.builder.bitcast(fifth, halves.type))
+        halves, fifth = (self.builder.bitcast(each, self.words) for each in (halves, fifth))
+        of_halves, others = self.of(0x00F0000F), self.of(0xFF0FFFF0)
+        words = self.builder.or_(self.builder.and_(halves, of_halves), self.builder.and_(fifth, others))
+        return words, self.builder.lshr(words, self.of(20))
+
     def scaled(self, words: Any, scale: Any, beside: Any = None) -> Any:
         """Return scale * words + beside, rounded once."""
         product = self.builder.fmul(self.builder.sitofp(words, self.floats), scale, flags=("contract",))
@@ -906,14 +933,28 @@ class _Block:
         below, above = (self.scaled(self.of(range(LANES)), *each) for each in (low, high))
         return self.looked_up(packed, below), self.looked_up(self.high(packed), above)
 
-    def looked_up(self, words: Any, table: Any) -> Any:
-        """Return the number of a table of sixteen for the four lowest bits of each word, see `permutes`."""
+    def looked_up(self, words: Any, table: Any, further: Any = None) -> Any:
+        """Return the number of a table of sixteen for the four lowest bits of each word, see `permutes`.
+
+        With a further table, it is that of both for the five lowest bits.
+        """
+        if further is None:
+            return self._called(NUMBERS, table, words)
+        return self._called(NUMBERS_OF_TWO, table, words, further)
+
+    def of_five(self, words: Iterable[Any], scale: Any, beside: Any, least: int = 0) -> Iterator[Any]:
+        """Look up scale * level + beside, rounded once, for levels of five bits from `least` on."""
+        below, above = (self.scaled(self.of(range(at, at + LANES)), scale, beside) for at in (least, least + LANES))
+        return (self.looked_up(each, below, above) for each in words)
+
+    def _called(self, instruction: str, *given: Any) -> Any:
+        """Call an instruction whose result is of the kind of what it is given first."""
         from llvmlite import ir
         from numba.core import cgutils
 
         declare: Any = cgutils.get_or_insert_function
-        function = declare(self.builder.module, ir.FunctionType(self.floats, [self.floats, self.words]), NUMBERS)
-        return self.builder.call(function, [table, words])
+        kind = ir.FunctionType(given[0].type, [each.type for each in given])
+        return self.builder.call(declare(self.builder.module, kind, instruction), given)
 
     def times(self, a: Any, number: float) -> Any:
         """Return the product with a constant."""
@@ -967,18 +1008,26 @@ def _q4_1(block: _Block) -> Iterator[Any]:
     yield from block.halves(block.unsigned(4), part, part)
 
 
-def _q5(block: _Block, scale: Any, beside: Any, bits: int, packed: Any) -> Iterator[Any]:
+def _q5(block: _Block, scale: Any, beside: Any, least: int, bits: int) -> Iterator[Any]:
+    """Decode scale * (level + least) + beside; the fifth bits of levels begin at `bits`, before the other four."""
+    if permutes():
+        eight = block.held.load(0, 8, bits)
+        fifth = lanes(block.builder, (eight, eight), [*range(8)] * 8)
+        words = block.five_bits(bits + 4, fifth, ((lane, LANES + lane) for lane in range(LANES)))
+        yield from block.of_five(words, scale, beside, least)
+        return
+    beside = block.times(scale, least) if beside is None else beside
+    packed = block.unsigned(bits + 4)
     for words, at in ((block.low(packed), bits), (block.high(packed), bits + 2)):
         yield block.scaled(block.with_fifth(words, block.bits(at)), scale, beside)
 
 
 def _q5_0(block: _Block) -> Iterator[Any]:
-    scale = block.half(0)
-    return _q5(block, scale, block.times(scale, -16.0), 2, block.unsigned(6))
+    return _q5(block, block.half(0), None, -16, 2)
 
 
 def _q5_1(block: _Block) -> Iterator[Any]:
-    return _q5(block, block.half(0), block.half(2), 4, block.unsigned(8))
+    return _q5(block, block.half(0), block.half(2), 0, 4)
 
 
 def _q8_0(block: _Block) -> Iterator[Any]:
@@ -999,6 +1048,12 @@ def _q4_k(block: _Block) -> Iterator[Any]:
 def _q5_k(block: _Block) -> Iterator[Any]:
     builder, parts, fifth = block.builder, _parts_of_k(block), [block.unsigned(16 + at) for at in (0, LANES)]
     for pair in range(4):
+        if permutes():
+            places = [(32 * odd + 2 * pair, 32 * odd + 2 * pair + 1) for odd in (0, 1)] * (LANES // 2)
+            both = (block.five_bits(48 + 32 * pair + LANES * at, bits, places) for at, bits in enumerate(fifth))
+            for place, words in enumerate(zip(*both, strict=True), 2 * pair):
+                yield from block.of_five(words, *parts[place])
+            continue
         packed = [block.unsigned(48 + 32 * pair + at) for at in (0, LANES)]
         for place, take in ((2 * pair, block.low), (2 * pair + 1, block.high)):
             for words, bits in zip(packed, fifth, strict=True):
@@ -1095,7 +1150,7 @@ def _in_parts(packing: int) -> bool:
     return list(_IN_LANES)[packing] in _SCALES
 
 
-_STREAMS = {"Q5_0": 1, "Q5_1": 1, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2}
+_STREAMS = {"Q5_0": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2}
 
 
 def _streams(packing: int, rows: int) -> int:
