@@ -80,7 +80,7 @@ def test_unpacked_numbers_are_exactly_those_of_the_format(name, by):
 
 
 @pytest.mark.skipif(_numba.numba is None, reason="numba is not there")
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "MXFP4"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "MXFP4"])
 def test_numbers_are_the_same_without_look_ups_in_registers(name, monkeypatch):
     """As on a processor without AVX-512. These loops are not kept, since others would take them for their own."""
     monkeypatch.setattr(_numba, "LEAST", 1)
