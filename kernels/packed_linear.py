@@ -1150,7 +1150,8 @@ def _in_parts(packing: int) -> bool:
     return list(_IN_LANES)[packing] in _SCALES
 
 
-_STREAMS = {"Q5_0": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2}
+_TWO_AT_ONCE = ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""Formats whose levels take too many registers for four rows."""
 
 
 def _streams(packing: int, rows: int) -> int:
@@ -1158,7 +1159,9 @@ def _streams(packing: int, rows: int) -> int:
 
     A processor prefetches in each of them, which formats of a byte a number and more need to come near memory's speed.
     """
-    return _STREAMS.get(list(PACKINGS)[packing], 4) if rows == 1 and has_wide_registers() else 1
+    if rows > 1 or not has_wide_registers():
+        return 1
+    return 2 if list(PACKINGS)[packing] in _TWO_AT_ONCE else 4
 
 
 @intrinsic
