@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kvcli.compat import onednn_linear, onednn_suits
 from kvcli.kernels import gemv, packed_linear
-from kvcli.kernels._numba import LEAST, serves
+from kvcli.kernels._numba import serves
 from kvcli.kernels.chain import Chain, Matrix, Products
 from kvcli.kernels.packed_linear import PackedWeight
 from kvcli.models.weights import is_plain
@@ -91,7 +91,6 @@ def by_memory(linear: nn.Linear) -> Forward:
 
 
 def _through_onednn(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Multiply through oneDNN, which passes no gradients on, and whose call takes longer than a small product."""
-    if x.requires_grad or linear.weight.numel() < LEAST:
+    if x.requires_grad:  # oneDNN does not pass gradients on
         return functional.linear(x, linear.weight, linear.bias)
     return onednn_linear(x, linear.weight, linear.bias)
