@@ -396,13 +396,12 @@ class OneLoop:
             own = cast(Attending, layer.own)
             at, heads, kv_heads = own.layer, *(rows // own.size for rows in own.sizes[:2])
             self.attention[at] = attention = AttentionInChain(heads, kv_heads, own.size, own.softmax)
-            its = [*own.stages, *attention.stages("products", "attended", at), *layer.after]
+            its = attention.stages("products", "attended", at)
             if pooling[at] is not None:
                 self.speculation[at] = speculates = SpeculationInChain(heads, kv_heads, own.size, pooling[at])
-                begin, row = len(own.stages), len(layers) + at
-                its[begin:begin] = speculates.before("products", row)
-                its[-len(layer.after) : -len(layer.after)] = speculates.after("products", row)
-            stages += [_reading("out" if stages else "x", stage) for stage in its]
+                row = len(layers) + at
+                its = [*speculates.before("products", row), *its, *speculates.after("products", row)]
+            stages += [_reading("out" if stages else "x", stage) for stage in [*own.stages, *its, *layer.after]]
         self.chain = Chain(["x", "cos", "sin"], stages, ["out"])
         self.told = np.zeros((2 * len(layers), max(decode_attention.TOLD, speculation.TOLD)), np.int64)
 

@@ -123,6 +123,7 @@ def on_block_attention(monkeypatch, note):
         return attend(sets, softmax)
 
     monkeypatch.setattr(attention, "attend", watched_rows)
+    monkeypatch.setattr(Method, "in_chain", lambda *_: None)  # a loop over all layers calls no kernel
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("block_attention") is block_attention:
             monkeypatch.setattr(module, "block_attention", watched)
