@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=16_384, help="the greatest depth that is read")
     parser.add_argument("--longest-kvcli", type=int, default=0, help="the same for kvcli's methods that select")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="programs beside kvcli")
-    parser.add_argument("--methods", default="full,freekv", help="kvcli's methods")
+    parser.add_argument("--methods", default="full,freekv", help="kvcli's methods, or FILE.toml")
     parser.add_argument("--steps", type=int, default=32, help="timed decode steps of a run")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)

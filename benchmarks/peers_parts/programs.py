@@ -230,7 +230,8 @@ def kvcli(job: Job) -> Found:
     from kvcli.runtime.engine import engine
     from kvcli.runtime.sampling import Sampling
 
-    profile = resolve_profile(job.program.removeprefix(KVCLI))
+    named = job.program.removeprefix(KVCLI)
+    profile = resolve_profile(profile=named) if named.endswith(".toml") else resolve_profile(named)
     model = load_model(ModelSpec(job.file, device="cpu", offline=True))
     geometry, sampling = model.geometry, Sampling(max_tokens=1 + WARMUP + job.steps, ignore_eos=True)
     begin, prefill_s = job.ids[:LEAST], None
