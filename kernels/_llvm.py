@@ -242,6 +242,20 @@ def exp(x: Any) -> Any:
     return _ZERO if x < LEAST else power * scale
 
 
+@inlined
+def highest(row: Any) -> Any:
+    """Return the highest of float32 numbers, -inf of none.
+
+    Their bits are compared, turned where the sign is set: a compiler vectorises this, but not a comparison of floats,
+    which NaN makes depend on the order.
+    """
+    bits, top = row.view(np.int32), np.int32(-0x7F800001)
+    for i in range(len(bits)):
+        b = bits[i] ^ (bits[i] >> np.int32(31) & np.int32(0x7FFFFFFF))
+        top = b if b > top else top
+    return _float_of_bits(top ^ (top >> np.int32(31) & np.int32(0x7FFFFFFF)))
+
+
 PATTERNS = 256  # values of a byte
 LEVELS = 16  # values of four bits
 

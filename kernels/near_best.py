@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels._llvm import highest
 from kvcli.kernels._numba import compiled, prange, run, serves
 from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, require_whole, takes, tl
 
@@ -20,9 +21,8 @@ from kvcli.kernels._triton import jit, last_to_arrive, launch, power_of_two, req
 @compiled
 def _count(scores: Any, alpha: Any, counts: Any) -> None:
     for h in prange(len(scores)):
-        row, top, near = scores[h], np.float32(-np.inf), 0
-        for i in range(len(row)):
-            top = row[i] if row[i] > top else top
+        row, near = scores[h], 0
+        top = highest(row)
         for i in range(len(row)):
             near += row[i] >= top - alpha
         counts[h] = near

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import chain, gemv
-from kvcli.kernels._llvm import at_address, exp
+from kvcli.kernels._llvm import at_address, exp, highest
 from kvcli.kernels._numba import inlined, serves
 from kvcli.kernels.chain import floats
 from kvcli.kernels.gemv import FAR, PIECE, apart, dot, dots
@@ -117,9 +117,7 @@ def _pool(scores: Any, of_mean: bool, after_softmax: bool) -> None:
     for g in range(rows):
         row, share = scores[g], np.float32(1)
         if after_softmax:
-            top, total = row[0], np.float32(0)
-            for j in range(len(row)):
-                top = row[j] if row[j] > top else top
+            top, total = highest(row), np.float32(0)
             for j in range(len(row)):
                 row[j] = exp(row[j] - top)
                 total += row[j]

@@ -13,7 +13,7 @@ from kvcli.kernels import _numba, gemv, norm_rope, page_table, quant
 from kvcli.kernels import decode_attention as attention
 from kvcli.kernels import near_best as near_best_module
 from kvcli.kernels import topk as select_best
-from kvcli.kernels._llvm import exp
+from kvcli.kernels._llvm import exp, highest
 from kvcli.kernels.block_attention import block_attention_ref
 from kvcli.kernels.chain import Chain, Gate, Products
 from kvcli.kernels.decode_attention import TokenSet, counted_attention, decode_attention, decode_attention_ref
@@ -203,6 +203,26 @@ def test_e_to_the_x_is_that_of_float64():
     assert (abs(found[:3001] - wanted) <= 4e-7 * wanted).all()
     assert found[3001:-1].tolist() == [1, 0, 0]
     assert math.isnan(found[-1])
+
+
+@_numba.serial
+def highest_of(rows, first, last, found):
+    for i in range(len(rows)):
+        found[i] = highest(rows[i, first:last])
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 4), (1, 18), (0, 77)])
+def test_the_highest_number_of_a_row(first, last):
+    signs = numpy.array([[1], [-1], [1e-42], [0]], dtype=numpy.float32)
+    rows = signs * abs(numpy.random.default_rng(0).standard_normal((4, 77)).astype(numpy.float32))
+    rows[3, ::2] = -math.inf
+    found = numpy.empty(len(rows), numpy.float32)
+    highest_of(rows, first, last, found)
+    assert found.tolist() == [max(row[first:last], default=-math.inf) for row in rows.tolist()]
+    if last > first:
+        rows[:, first] = math.nan
+        highest_of(rows, first, last, found)
+        assert numpy.isnan(found).all()
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "n"), SHAPES)
