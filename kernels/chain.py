@@ -285,15 +285,15 @@ _NOTHING_TOLD = np.zeros((0, 0), np.int64)
 
 
 @compiled
-def _over(loop: Any, told: Any, x: Any, blocks: Any) -> None:
+def _over(loop: Any, told: Any, x: Any, out: Any, blocks: Any) -> None:
     for block in prange(blocks):
-        call_at(loop, (told.ctypes.data, x, x, block))
+        call_at(loop, (told.ctypes.data, x, out, block))
 
 
-def call(loop: int, told: Any, x: Tensor, blocks: int, numbers: int) -> None:
-    """Call the loop of a `Called` stage without a result for all blocks of x, outside of a chain."""
+def call(loop: int, told: Any, x: Tensor, blocks: int, numbers: int, out: Tensor | None = None) -> None:
+    """Call the loop of a `Called` stage for all blocks of x, outside of a chain."""
     use_threads(numbers)
-    _over(loop, told, x.data_ptr(), blocks)
+    _over(loop, told, x.data_ptr(), (x if out is None else out).data_ptr(), blocks)
 
 
 class Chain:

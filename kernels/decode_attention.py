@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import chain, gemv
-from kvcli.kernels._llvm import AHEAD, at_address, exp, prefetch
+from kvcli.kernels._llvm import AHEAD, at_address, exp, highest, prefetch
 from kvcli.kernels._numba import compiled, flat, inlined, prange, run, serves
 from kvcli.kernels._triton import same_strides, takes
 from kvcli.kernels.block_attention import (
@@ -245,9 +245,7 @@ def weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: Any
             seen = valid[h, first:last]
             for i in range(len(row)):
                 row[i] = row[i] if seen[i] else _NONE
-        top = _NONE
-        for i in range(len(row)):
-            top = row[i] if row[i] > top else top
+        top = highest(row)
         shift = top if top > _NONE else np.float32(0)  # a piece without valid tokens
         total = np.float32(0)
         for i in range(len(row)):
@@ -258,7 +256,7 @@ def weigh(scores: Any, h: int, first: int, last: int, form: Any, log_counts: Any
 
 
 @inlined
-def _merge(parts: Any, out: Any, lse: Any) -> None:
+def merge_pieces(parts: Any, out: Any, lse: Any) -> None:
     """Merge the pieces of all sets."""
     heads, group, d = out.shape
     for h in range(heads):
@@ -334,7 +332,7 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
             # aligned to a cache line by torch; numba's memory may not be
             _attend_to_piece(rows, at, how, scores, n, h, own, parts[h, begin + own], (d, d_v, group))
         if begin + pieces == parts.shape[1]:
-            _merge(parts, out, lse)
+            merge_pieces(parts, out, lse)
 
     @compiled
     def by_token(read: Any, given: Any, into: Any) -> None:
@@ -362,12 +360,12 @@ def _loops(d: int, d_v: int, group: int) -> tuple[Any, Any]:
                     at_one = np.uint64(h * v_head + j * v_token)
                     _mix_one(scores, v, h, j, at_one, d_v, group, parts[h, begin + own])
         if begin + pieces == parts.shape[1]:
-            _merge(parts, out, lse)
+            merge_pieces(parts, out, lse)
 
     return by_head, by_token
 
 
-def _row_of(n: int) -> int:
+def row_of(n: int) -> int:
     """Return the numbers of a row for n scores; a loop writes one in each row at a time.
 
     Rows take an odd number of cache lines, so that these are in different sets of a cache. Powers of two would be in
@@ -378,24 +376,47 @@ def _row_of(n: int) -> int:
 
 def rows_apart(like: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Make room for scores [Hk, G, n or more]."""
-    return like.new_empty(*shape[:2], _row_of(shape[2]))
+    return like.new_empty(*shape[:2], row_of(shape[2]))
 
 
-_row_in_loops = inlined(_row_of)
+row_in_loops = inlined(row_of)
 
 
-# What the loops of attention in a chain are told: addresses of keys and values, numbers from head to head and from
-# token to token, sizes, the addresses of scale and softcap and of room. `_PIECES` and `_KV_HEADS` count their blocks.
-_KEYS, _VALUES, _HEAD, _TOKEN, _KV_HEADS, _FORM, _LENGTH, _ROOM, _PIECES, TOLD = range(10)
+# What the loops of attention in a chain are told: how many heads there are, and pieces of all of them, which count the
+# blocks; addresses of scale and softcap, of room, and of keys and values; numbers from head to head and from token to
+# token; tokens.
+KV_HEADS, PIECES, FORM, ROOM, KEYS, VALUES, HEAD, TOKEN, _LENGTH, TOLD = range(10)
 
 
 @inlined
 def _room(told: Any, d: int, group: int) -> Any:
     """View the room of a chain's attention: scores, and the results of all pieces."""
-    heads, n = told[_KV_HEADS], told[_LENGTH]
-    row, begin = _row_in_loops(n), told[_ROOM]
+    heads, n = told[KV_HEADS], told[_LENGTH]
+    row, begin = row_in_loops(n), told[ROOM]
     parts = floats(begin + 4 * heads * group * row, heads, (n + PIECE - 1) // PIECE, group, d + LINE)
     return floats(begin, heads, group, row), parts
+
+
+@inlined
+def _alike(told: Any, d: int) -> Any:
+    """Return what `weigh` is told of tokens that all count once."""
+    form, place = floats(told[FORM], 2), told[ROOM]
+    none = at_address(place, np.float32(0), (0, 1, 0)), at_address(place, np.uint8(0), (0, 0))
+    return (form[0], form[1], d), none[0], none[1]
+
+
+@inlined
+def weigh_all(told: Any, scores: Any, h: int, first: int, last: int, sums: Any, d: int) -> None:
+    """Turn the products of a piece into weights, in a loop of a chain; see `weigh`."""
+    form, log_counts, valid = _alike(told, d)
+    weigh(scores, h, first, last, form, log_counts, valid, sums)
+
+
+@inlined
+def attend_to_all(told: Any, read: Any, scores: Any, n: int, h: int, own: int, sums: Any, sizes: Any) -> None:
+    """Attend to the piece `own` of a head's n tokens, every one of which counts once, in a loop of a chain."""
+    (d, group), rows = sizes, at_address(told[ROOM], np.int64(0), (0, 0))
+    _attend_to_piece(read, rows, _alike(told, d), scores, n, h, own, sums, (d, d, group))
 
 
 @cache
@@ -404,27 +425,24 @@ def _loops_in_chain(d: int, group: int) -> tuple[int, int]:
 
     def attend_to_piece(place: int, x: int, _: int, unit: int) -> None:
         told = at_address(place, np.int64(0), TOLD)
-        heads, n, head, token = told[_KV_HEADS], told[_LENGTH], told[_HEAD], told[_TOKEN]
+        heads, n, head, token = told[KV_HEADS], told[_LENGTH], told[HEAD], told[TOKEN]
         scores, parts = _room(told, d, group)
         pieces, span = parts.shape[1], (heads - 1) * head + (n - 1) * token + d
         h, own = unit // pieces, unit % pieces
-        k, v = floats(told[_KEYS], span), floats(told[_VALUES], span)
+        k, v = floats(told[KEYS], span), floats(told[VALUES], span)
         if own == pieces - 1:  # the newest token is in it
             newest, to = floats(x, (group + 2) * heads, d), h * head + (n - 1) * token
             for c in range(d):
                 k[to + c] = newest[group * heads + h, c]
                 v[to + c] = newest[(group + 1) * heads + h, c]
         read = floats(x, heads, group, d), k, v, head, token, head, token, n * heads * d >= FAR
-        form, rows = floats(told[_FORM], 2), at_address(place, np.int64(0), (0, 0))
-        none = at_address(place, np.float32(0), (0, 1, 0)), at_address(place, np.uint8(0), (0, 0))
-        given = (form[0], form[1], d), none[0], none[1]
-        _attend_to_piece(read, rows, given, scores, n, h, own, parts[h, own], (d, d, group))
+        attend_to_all(told, read, scores, n, h, own, parts[h, own], (d, group))
 
     def merge(place: int, _: int, out: int, h: int) -> None:
         told = at_address(place, np.int64(0), TOLD)
         _, parts = _room(told, d, group)
-        of_head = floats(out, told[_KV_HEADS], group, d)[h : h + 1]
-        _merge(parts[h : h + 1], of_head, np.empty((1, group), np.float32))
+        of_head = floats(out, told[KV_HEADS], group, d)[h : h + 1]
+        merge_pieces(parts[h : h + 1], of_head, np.empty((1, group), np.float32))
 
     return chain.called_loop(attend_to_piece), chain.called_loop(merge)
 
@@ -434,6 +452,10 @@ class Tokens(NamedTuple):
 
     kv: Tensor
     length: int
+
+    @property
+    def form(self) -> None:
+        """Nothing: the numbers are as computed."""
 
 
 class AttentionInChain:
@@ -448,24 +470,31 @@ class AttentionInChain:
 
     def stages(self, x: str, out: str, told: int) -> list[chain.Stage]:
         """List the stages, which are told row `told`."""
-        attend, merge = _loops_in_chain(self.size, self.heads // self.kv_heads)
-        width = self.heads * self.size
+        (attend, merge), width = self.loops(), self.heads * self.size
         return [
-            chain.Called(x, attend, told, _PIECES, out, width),
-            chain.Called(x, merge, told, _KV_HEADS, out, width),
+            chain.Called(x, attend, told, PIECES, out, width),
+            chain.Called(x, merge, told, KV_HEADS, out, width),
         ]
 
-    def room(self, tokens: int) -> int:
-        """Return the numbers that the stages write down for so many tokens, besides their result."""
-        return self.heads * (_row_of(tokens) + -(-tokens // PIECE) * (self.size + LINE))
+    def loops(self) -> tuple[int, int]:
+        """Return the loops over pieces and over heads."""
+        return _loops_in_chain(self.size, self.heads // self.kv_heads)
 
-    def tell(self, row: Any, tokens: Tokens, room: int) -> int:
+    def room(self, tokens: Any) -> int:
+        """Return the numbers that the stages write down, besides their result."""
+        length: int = tokens.length
+        return self.heads * (row_of(length) + -(-length // PIECE) * (self.size + LINE))
+
+    def tell(self, row: Any, tokens: Any, room: int) -> int:
         """Write what the stages are told [TOLD], with the address of their room; return the numbers that they read."""
-        (kv, length), at = tokens, tokens.kv.data_ptr()
-        part, head, token, _ = kv.stride()
-        pieces, form = self.kv_heads * -(-length // PIECE), self._form.data_ptr()
-        row[:TOLD] = at, at + 4 * part, head, token, self.kv_heads, form, length, room, pieces
+        length: int = tokens.length
+        row[:TOLD] = *self.about(tokens.kv, -(-length // PIECE), room), length
         return 2 * self.kv_heads * length * self.size
+
+    def about(self, kv: Tensor, pieces: int, room: int) -> tuple[int, ...]:
+        """Return what all loops of attention are told, for kv [2, Hk, n, d] and so many pieces of a head."""
+        (part, head, token, _), at = kv.stride(), kv.data_ptr()
+        return self.kv_heads, self.kv_heads * pieces, self._form.data_ptr(), room, at, at + 4 * part, head, token
 
 
 @compiled

@@ -24,19 +24,32 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from kvcli.kernels._llvm import FlatArrays, all_of, lanes
+from kvcli.kernels import chain
+from kvcli.kernels._llvm import FlatArrays, all_of, at_address, lanes
 from kvcli.kernels._numba import compiled, inlined, intrinsic, prange, run, serves
+from kvcli.kernels.chain import floats
 from kvcli.kernels.decode_attention import (
+    HEAD,
+    KEYS,
+    KV_HEADS,
     LINE,
-    TokenSet,
-    attend_set,
+    PIECES,
+    ROOM,
+    TOKEN,
+    VALUES,
+    AttentionInChain,
+    Tokens,
+    attend_to_all,
     decode_attention_ref,
     finish,
-    rows_apart,
-    weigh,
+    merge_pieces,
+    row_in_loops,
+    row_of,
+    weigh_all,
 )
-from kvcli.kernels.gemv import LANES, MOST_ROWS, PIECE
+from kvcli.kernels.gemv import FAR, LANES, MOST_ROWS, PIECE
 from kvcli.kernels.quant import BITS, LARGEST, BlockFormat
 from kvcli.kernels.softmax import Softmax
 
@@ -96,11 +109,15 @@ class TileFormat(NamedTuple):
         """The channels of values that are turned together, a power of two; 1 for none."""
         return self.d & -self.d if self.parts[1].bits == 4 else 1
 
-    def suits_loops(self, tiles: Tensor) -> bool:
-        """Return whether loops take the tiles: values fill registers, and each register is in one group."""
+    @property
+    def fills_registers(self) -> bool:
+        """Whether values fill registers, and each register is in one group."""
         _, bits, channels = self.parts[1]
-        whole = self.d * min(bits, 8) // 8 % LANES == 0 and channels % LANES == 0
-        return whole and serves(tiles, dtype=torch.uint8)
+        return self.d * min(bits, 8) // 8 % LANES == 0 and channels % LANES == 0
+
+    def suits_loops(self, tiles: Tensor) -> bool:
+        """Return whether loops take the tiles."""
+        return self.fills_registers and serves(tiles, dtype=torch.uint8)
 
     def write(self, tiles: Tensor, first: int, k: Tensor, v: Tensor, sizes: Tensor) -> None:
         """Write tokens k, v [Hk, n, d] to tiles, from token `first` on."""
@@ -227,16 +244,67 @@ def _of_half(_: Any, __: Any) -> Any:
     return types.float32(types.uint16), make
 
 
+@inlined
+def _write_token(k: Any, v: Any, sizes: Any, own: Any, its: Any, t: int, row: Any, codes: Any, how: Any) -> None:
+    """Round a token's key and value [d] into place `t` of a tile, given as bytes and as halves; `row` and `codes` [d].
+
+    `how`: d, the channels that are turned together, and of keys and of values the first byte, the bits of a code,
+    channels and scales, and the first half of these. They are known at compile time.
+    """
+    d, size, keys, values = how
+    bits, largest, half, none = row.view(np.uint32), np.float32(LARGEST), np.float32(0.5), np.uint16(0x7E00)
+    for part in range(2):
+        begin, code_bits, channels, groups, scales = values if part else keys
+        most = np.float32((1 << code_bits) - 1)
+        for c in range(d):
+            row[c] = v[c] if part else k[c] / sizes[c]
+        if part and size > 1:
+            _turn(row, size, np.float32(1) / np.sqrt(np.float32(size)))
+        if code_bits == 16:
+            for c in range(d):  # to the nearest, the even one of two
+                b = bits[c]
+                b = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+                b = b if row[c] == row[c] else np.uint32(0x7FC0)
+                its[begin // 2 + (t * d + c if part else c * TILE + t)] = b
+            continue
+        for r in range(groups):
+            low, high, whole = largest, -largest, True
+            for c in range(r * channels, (r + 1) * channels):
+                x = row[c]
+                low, high = (x if x < low else low), (x if x > high else high)
+                whole = whole and x == x
+            low, high = (low if low > -largest else -largest), (high if high < largest else largest)
+            zero = _half(low)
+            shift = _of_half(zero)
+            scale = _half((high - shift) / most)
+            step = _of_half(scale)
+            step = step if step != 0 else np.float32(1)
+            at = scales + r * 2 * TILE + t
+            its[at], its[at + TILE] = scale, (zero if whole else none)
+            for c in range(r * channels, (r + 1) * channels):
+                code = np.floor((row[c] - shift) / step + half)
+                code = code if code > 0 else np.float32(0)
+                codes[c] = np.uint8(code if code < most else most)
+        if part == 0:
+            for c in range(d):
+                own[begin + c * TILE + t] = codes[c]
+        else:
+            width = d * code_bits // 8
+            for c in range(width):
+                own[begin + t * width + c] = codes[c] | codes[c + width] << 4 if code_bits == 4 else codes[c]
+
+
+def _how_to_write(form: TileFormat) -> Any:
+    """Return what `_write_token` is told of tiles."""
+    d = form.d
+    parts = [(*part, part.groups(d), part.scales_at(d) // 2) for part in form.parts]
+    return d, form.turned, *[(begin, bits, channels, *rest) for begin, bits, channels, *rest in parts]
+
+
 @cache
 def _writing(form: TileFormat) -> Any:
     """Make the loop that rounds tokens into tiles."""
-    d, (keys, values) = form.d, form.parts
-    (k_begin, k_bits, k_channels), (v_begin, v_bits, v_channels) = keys, values
-    k_groups, v_groups, width = keys.groups(d), values.groups(d), d * v_bits // 8
-    k_scales, v_scales = keys.scales_at(d) // 2, values.scales_at(d) // 2
-    most_k, most_v = np.float32((1 << k_bits) - 1), np.float32((1 << v_bits) - 1)
-    size, scaling = form.turned, np.float32(form.turned**-0.5)
-    largest, half, none = np.float32(LARGEST), np.float32(0.5), np.uint16(0x7E00)
+    d, how = form.d, _how_to_write(form)
 
     @compiled
     def write(k: Any, v: Any, sizes: Any, tiles: Any, halves: Any, first: int) -> None:
@@ -245,49 +313,9 @@ def _writing(form: TileFormat) -> Any:
         for piece in prange(heads * pieces):
             h, begin = piece // pieces, piece % pieces * TOKENS_AT_ONCE
             row, codes = np.empty(d, np.float32), np.empty(d, np.uint8)
-            bits = row.view(np.uint32)
             for i in range(begin, min(n, begin + TOKENS_AT_ONCE)):
                 tile, t = (first + i) // TILE, (first + i) % TILE
-                own, its = tiles[h, tile], halves[h, tile]
-                for part in range(2):
-                    for c in range(d):
-                        row[c] = v[h, i, c] if part else k[h, i, c] / sizes[h, c]
-                    if part and size > 1:
-                        _turn(row, size, scaling)
-                    if k_bits == 16:
-                        for c in range(d):  # to the nearest, the even one of two
-                            b = bits[c]
-                            b = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-                            b = b if row[c] == row[c] else np.uint32(0x7FC0)
-                            its[v_begin // 2 + t * d + c if part else k_begin // 2 + c * TILE + t] = b
-                        continue
-                    channels, groups = (v_channels, v_groups) if part else (k_channels, k_groups)
-                    scales, most = (v_scales, most_v) if part else (k_scales, most_k)
-                    for r in range(groups):
-                        low, high, whole = largest, -largest, True
-                        for c in range(r * channels, (r + 1) * channels):
-                            x = row[c]
-                            low, high = (x if x < low else low), (x if x > high else high)
-                            whole = whole and x == x
-                        low, high = (low if low > -largest else -largest), (high if high < largest else largest)
-                        zero = _half(low)
-                        shift = _of_half(zero)
-                        scale = _half((high - shift) / most)
-                        step = _of_half(scale)
-                        step = step if step != 0 else np.float32(1)
-                        at = scales + r * 2 * TILE + t
-                        its[at], its[at + TILE] = scale, (zero if whole else none)
-                        for c in range(r * channels, (r + 1) * channels):
-                            code = np.floor((row[c] - shift) / step + half)
-                            code = code if code > 0 else np.float32(0)
-                            codes[c] = np.uint8(code if code < most else most)
-                    if part == 0:
-                        for c in range(d):
-                            own[k_begin + c * TILE + t] = codes[c]
-                    else:
-                        for c in range(width):
-                            code = codes[c]
-                            own[v_begin + t * width + c] = code | codes[c + width] << 4 if v_bits == 4 else code
+                _write_token(k[h, i], v[h, i], sizes[h], tiles[h, tile], halves[h, tile], t, row, codes, how)
 
     return write
 
@@ -545,54 +573,90 @@ def _mix(
     return types.none(*given), mix
 
 
+# What the loops are told besides, see `KV_HEADS` and so on: addresses of the tiles and of the channel sizes, tiles of a
+# head, tokens in tiles that are read, and other tokens; the row of the newest one among these and its place in the
+# tiles, or -1 where it is stored already.
+_TILES, _SIZES, _HELD, _FAR, _NEAR, _NEWEST, _PLACE, TOLD = range(TOKEN + 1, TOKEN + 9)
+
+
+@inlined
+def _room(told: Any, d: int, group: int) -> Any:
+    """View the room: scores of tokens in tiles and of others, the results of all pieces, and lse."""
+    heads, begin, near = told[KV_HEADS], told[ROOM], told[_NEAR]
+    far_row, row = row_in_loops((told[_FAR] + TILE - 1) // TILE * TILE), row_in_loops(near)
+    pieces = told[PIECES] // heads
+    scores = floats(begin, heads, group, far_row)
+    others = floats(begin + 4 * heads * group * far_row, heads, group, row)
+    begin += 4 * heads * group * (far_row + row)
+    parts = floats(begin, heads, pieces, group, d + LINE)
+    return scores, others, parts, floats(begin + 4 * heads * pieces * group * (d + LINE), heads, group)
+
+
 @cache
-def _attending(form: TileFormat, group: int) -> Any:
-    """Make the loop over tiles for `group` queries that share a KV head."""
+def _loops(form: TileFormat, group: int) -> tuple[int, int]:
+    """Make the loops for `group` queries that share a KV head: of a piece of a head, and over a head's pieces."""
     d, size, (keys, values) = form.d, form.bytes, form.parts
     (k_begin, k_bits, k_channels), (v_begin, v_bits, v_channels) = keys, values
     k_groups, v_groups, shared = max(1, keys.groups(d)), max(1, values.groups(d)), k_channels or d
-    room, turning, scaling = d + LINE, form.turned, np.float32(form.turned**-0.5)
+    room, turning, scaling, how = d + LINE, form.turned, np.float32(form.turned**-0.5), _how_to_write(form)
 
-    @compiled
-    def attend(q: Any, sizes: Any, tiles: Any, held: int, given: Any, into: Any) -> None:
-        (how, log_counts, valid), (scores, flat_scores, n, parts, flat_parts) = given, into
-        heads, _, step = scores.shape
-        pieces, of_all = (n + PIECE - 1) // PIECE, parts.shape[1]
-        for piece in prange(heads * pieces):
-            h, own = piece // pieces, piece % pieces
-            first, last = own * PIECE, min(own * PIECE + PIECE, n)
-            mine, sums = np.empty(group * d, np.float32), np.empty(group * k_groups, np.float32)
-            scratch = np.empty(v_groups * group * TILE, np.float32)
+    def attend_to_piece(place: int, x: int, _: int, unit: int) -> None:
+        told = at_address(place, np.int64(0), TOLD)
+        heads, far, held = told[KV_HEADS], told[_FAR], told[_HELD]
+        scores, others, parts, _lse = _room(told, d, group)
+        pieces, own_pieces = parts.shape[1], (far + PIECE - 1) // PIECE
+        h, own = unit // pieces, unit % pieces
+        q, sizes = floats(x, heads, group, d), floats(told[_SIZES], heads, d)
+        tiles = at_address(told[_TILES], np.uint8(0), heads * held * size)
+        if own >= own_pieces:
+            n, head, token = told[_NEAR], told[HEAD], told[TOKEN]
+            span = (heads - 1) * head + (n - 1) * token + d
+            k, v = floats(told[KEYS], span), floats(told[VALUES], span)
+            if told[_NEWEST] >= 0 and own == pieces - 1:
+                newest, to = floats(x, (group + 2) * heads, d), h * head + told[_NEWEST] * token
+                new_k, new_v = newest[group * heads + h], newest[(group + 1) * heads + h]
+                for c in range(d):
+                    k[to + c], v[to + c] = new_k[c], new_v[c]
+                first = (h * held + told[_PLACE] // TILE) * size
+                its, halves = tiles[first : first + size], at_address(told[_TILES] + first, np.uint16(0), size // 2)
+                numbers, codes = np.empty(d, np.float32), np.empty(d, np.uint8)
+                _write_token(new_k, new_v, sizes[h], its, halves, told[_PLACE] % TILE, numbers, codes, how)
+            read = q, k, v, head, token, head, token, n * heads * d >= FAR
+            attend_to_all(told, read, others, n, h, own - own_pieces, parts[h, own], (d, group))
+            return
+        first, last, step = own * PIECE, min(own * PIECE + PIECE, far), scores.shape[2]
+        mine, sums = np.empty(group * d, np.float32), np.empty(group * k_groups, np.float32)
+        scratch = np.empty(v_groups * group * TILE, np.float32)
+        flat_scores, flat_parts = floats(told[ROOM], heads * group * step), parts.reshape(-1)
+        for g in range(group):
+            for r in range(k_groups):
+                total = np.float32(0)
+                for c in range(r * shared, (r + 1) * shared):
+                    mine[g * d + c] = q[h, g, c] * sizes[h, c]
+                    total += mine[g * d + c]
+                sums[g * k_groups + r] = total
+        begin, end, row = first // TILE, (last + TILE - 1) // TILE, h * group * step
+        for tile in range(begin, end):
+            at, there = (h * held + tile) * size + k_begin, row + tile * TILE
+            _score(tiles, at, mine, 0, sums, 0, flat_scores, there, step, d, k_bits, k_channels, size, group)
+        weigh_all(told, scores, h, first, last, parts[h, own], d)
+        for tile in range(begin, end):
+            at, there = (h * held + tile) * size + v_begin, row + tile * TILE
+            to, some = (h * pieces + own) * group * room, min(TILE, last - tile * TILE)
+            # fmt: off
+            _mix(tiles, at, flat_scores, there, scratch, 0, flat_parts, to, (step, room), some,
+                 d, v_bits, v_channels, size, group)
+            # fmt: on
+        if turning > 1:
             for g in range(group):
-                for r in range(k_groups):
-                    total = np.float32(0)
-                    for c in range(r * shared, (r + 1) * shared):
-                        mine[g * d + c] = q[h, g, c] * sizes[h, c]
-                        total += mine[g * d + c]
-                    sums[g * k_groups + r] = total
-            begin, end, row = first // TILE, (last + TILE - 1) // TILE, h * group * step
-            for tile in range(begin, end):
-                place, there = (h * held + tile) * size + k_begin, row + tile * TILE
-                # fmt: off
-                _score(tiles, place, mine, 0, sums, 0, flat_scores, there, step, d, k_bits, k_channels, size, group)
-                # fmt: on
-            weigh(scores, h, first, last, how, log_counts, valid, parts[h, own])
-            for tile in range(begin, end):
-                place, there = (h * held + tile) * size + v_begin, row + tile * TILE
-                at, some = (h * of_all + own) * group * room, min(TILE, last - tile * TILE)
-                # fmt: off
-                _mix(tiles, place, flat_scores, there, scratch, 0, flat_parts, at, (step, room), some,
-                     d, v_bits, v_channels, size, group)
-                # fmt: on
-            if turning > 1:
-                for g in range(group):
-                    _turn(parts[h, own, g, :d], turning, scaling)
+                _turn(parts[h, own, g, :d], turning, scaling)
 
-    return attend
+    def merge(place: int, _: int, out: int, h: int) -> None:
+        told = at_address(place, np.int64(0), TOLD)
+        _, _, parts, lse = _room(told, d, group)
+        merge_pieces(parts[h : h + 1], floats(out, told[KV_HEADS], group, d)[h : h + 1], lse[h : h + 1])
 
-
-_ONCE = np.empty((0, 1, 0), np.float32)
-_EVERYBODY = np.empty((0, 0), np.bool_)
+    return chain.called_loop(attend_to_piece), chain.called_loop(merge)
 
 
 class NarrowTokens(NamedTuple):
@@ -608,26 +672,77 @@ class NarrowTokens(NamedTuple):
         return self.form.read(self.tiles, self.tokens, self.sizes)
 
 
-def narrow_attention_ref(q: Tensor, far: NarrowTokens, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+class NarrowAndRecent(NamedTuple):
+    """Tokens in tiles, and further ones as computed: keys and values kv [2, Hk, n, d] in any order.
+
+    The newest token, number `length` - 1, is written to its place in the tiles and to row `newest` of kv, unless that
+    is -1: it lies there already.
+    """
+
+    far: NarrowTokens
+    kv: Tensor
+    newest: int = -1
+
+    @property
+    def length(self) -> int:
+        """All tokens."""
+        return self.far.tokens + self.kv.shape[2]
+
+    @property
+    def form(self) -> TileFormat:
+        """The form of the tiles."""
+        return self.far.form
+
+
+ChainTokens = Tokens | NarrowAndRecent
+"""What a layer attends to in a `Chain`."""
+
+
+class NarrowAttentionInChain(AttentionInChain):
+    """Attention to `NarrowAndRecent`, in a `Chain` or by itself."""
+
+    def __init__(self, heads: int, kv_heads: int, form: TileFormat, softmax: Softmax):
+        super().__init__(heads, kv_heads, form.d, softmax)
+        self.form = form
+
+    @override
+    def loops(self) -> tuple[int, int]:
+        return _loops(self.form, self.heads // self.kv_heads)
+
+    @override
+    def room(self, tokens: NarrowAndRecent) -> int:
+        far, near = tokens.far.tokens, tokens.kv.shape[2]
+        rows = row_of(-(-far // TILE) * TILE) + row_of(near)
+        return self.heads * (rows + self._pieces(tokens) * (self.size + LINE) + 1)
+
+    @override
+    def tell(self, row: Any, tokens: NarrowAndRecent, room: int) -> int:
+        (tiles, far, _, sizes), kv, newest = tokens
+        about, near = self.about(kv, self._pieces(tokens), room), kv.shape[2]
+        place = tokens.length - 1
+        row[:TOLD] = *about, tiles.data_ptr(), sizes.data_ptr(), tiles.shape[1], far, near, newest, place
+        return 2 * self.kv_heads * tokens.length * self.size
+
+    def _pieces(self, tokens: NarrowAndRecent) -> int:
+        return -(-tokens.far.tokens // PIECE) - (-tokens.kv.shape[2] // PIECE)
+
+
+def narrow_attention_ref(q: Tensor, far: NarrowTokens, kv: Tensor, softmax: Softmax) -> Tensor:
     """Reference of `narrow_attention` in plain torch: all numbers are made wide first."""
-    keys, values = (torch.cat(both, 1) for both in zip(far.read(), (k.float(), v.float()), strict=True))
+    keys, values = (torch.cat(both, 1) for both in zip(far.read(), kv.float(), strict=True))
     return decode_attention_ref(q.float(), keys, values, softmax).to(q.dtype)
 
 
-def narrow_attention(q: Tensor, far: NarrowTokens, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Attend with q [H, d] to tokens in tiles, and to k, v [Hk, n, d], n >= 1, as they are; return [H, d]."""
-    (tiles, tokens, form, sizes), (heads, d) = far, (len(k), k.shape[2])
-    group = len(q) // heads
-    if group > MOST_ROWS or not form.suits_loops(tiles):
-        return narrow_attention_ref(q, far, k, v, softmax)
-    rows, pieces = q.view(heads, group, d).float().contiguous(), -(-tokens // PIECE)
-    near = TokenSet(rows, k.float(), v.float())
-    parts = rows.new_empty(heads, pieces - (-k.shape[1] // near.piece), group, d + LINE)
-    if tokens:
-        scores = rows_apart(rows, (heads, group, -(-tokens // TILE) * TILE))
-        given = (np.float32(softmax.scale), np.float32(softmax.softcap or 0), d), _ONCE, _EVERYBODY
-        into = scores, scores.view(-1), tokens, parts, parts.view(-1)
-        run(_attending(form, group), 2 * heads * tokens * d, rows, sizes, tiles.view(-1), tiles.shape[1], given, into)
-    out, lse = torch.empty_like(rows), rows.new_empty(heads, group)
-    attend_set(near, near.shape, softmax, (parts, pieces, out, lse))
-    return finish(q, out, lse, softmax).to(q.dtype)
+def narrow_attention(q: Tensor, far: NarrowTokens, kv: Tensor, softmax: Softmax) -> Tensor:
+    """Attend with q [H, d] to tokens in tiles, and to kv [2, Hk, n, d], n >= 1, as they are; return [H, d]."""
+    heads, d = kv.shape[1], kv.shape[3]
+    if len(q) // heads > MOST_ROWS or not far.form.suits_loops(far.tiles):
+        return narrow_attention_ref(q, far, kv, softmax)
+    tokens, rows = NarrowAndRecent(far, kv.float()), q.float().contiguous()
+    attention = NarrowAttentionInChain(len(q), heads, far.form, softmax)
+    room, told, out = rows.new_empty(attention.room(tokens)), np.empty(TOLD, np.int64), torch.empty_like(rows)
+    numbers = attention.tell(told, tokens, room.data_ptr())
+    for loop, blocks in zip(attention.loops(), (PIECES, KV_HEADS), strict=True):
+        chain.call(loop, told, rows, told[blocks], numbers, out)
+    lse = room[-len(q) :].view(heads, -1)
+    return finish(q, out.view(heads, -1, d), lse, softmax).to(q.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels.decode_attention import Tokens, decode_attention
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.quant import BlockFormat
@@ -95,8 +96,8 @@ class LayerCache(ABC):
             return next(at for at, parent in enumerate(cls.__mro__) if name in vars(parent))
 
         does = min(place("append"), place("attend"))
-        if does < place("rows_in_order"):
-            cls.rows_in_order = LayerCache.rows_in_order  # type: ignore[method-assign]
+        if does < place("tokens_in_chain"):
+            cls.tokens_in_chain = LayerCache.tokens_in_chain  # type: ignore[method-assign]
         if does < place("pages_in_chain"):
             cls.pages_in_chain = LayerCache.pages_in_chain  # type: ignore[method-assign]
 
@@ -134,11 +135,10 @@ class LayerCache(ABC):
     def append(self, k: Tensor, v: Tensor) -> int:
         """Store the current token's k, v [Hk, d]; return the bytes written to the host."""
 
-    def rows_in_order(self) -> Tensor | None:
-        """View rows kv [t, Hk, n, d] of all tokens in order, with room for the next one.
+    def tokens_in_chain(self) -> ChainTokens | None:
+        """Return the tokens that a step with the next one attends to, with room for it.
 
-        None if a step with the next token would attend to anything else. Whoever writes that token to its row calls
-        `take_row` in place of `append`.
+        None if a step attends to anything else. Whoever stores that token there calls `take_row` in place of `append`.
         """
         return None
 
@@ -146,13 +146,13 @@ class LayerCache(ABC):
         """Return what a step with the next token attends to, the slots of selected pages, and all pages.
 
         The slots are [2, Hk, selected, p, d], the pages blocks [.., Hk, 2, p, d] of host memory. None if a step attends
-        to anything else, or loops cannot bring the pages. Whoever does so calls `take_row`, as for `rows_in_order`.
+        to anything else, or loops cannot bring the pages. Whoever does so calls `take_row`, as for `tokens_in_chain`.
         """
         return None
 
     def take_row(self) -> int:
-        """Count the token that was written to its row of `rows_in_order`; return the bytes written to the host."""
-        raise RuntimeError(f"{type(self).__name__} has no rows in order")
+        """Count the token that was stored as `tokens_in_chain` says; return the bytes written to the host."""
+        raise RuntimeError(f"{type(self).__name__} shows no tokens")
 
     def rewind(self, length: int) -> None:
         """Forget the tokens from `length` on; only if all tokens are held, or the rows are restored afterwards."""
@@ -270,8 +270,8 @@ class DenseCache(ResidentCache):
         return self.take_row()
 
     @override
-    def rows_in_order(self) -> Tensor | None:
-        return self.kv if self.length < self.kv.shape[2] else None
+    def tokens_in_chain(self) -> ChainTokens | None:
+        return Tokens(self.kv, self.length + 1) if self.length < self.kv.shape[2] else None
 
     @override
     def take_row(self) -> int:

@@ -36,10 +36,7 @@ class RecentTokens:
     def put(self, start: int, parts: Sequence[Tensor]) -> None:
         """Store tokens from `start` on, keys and values [n, Hk, d], which follow those stored."""
         size, count = self.kv.shape[1], len(parts[0])
-        if start != self.end:
-            self.first = start
-        self.end = start + count
-        self.first = max(self.first, self.end - size)
+        self.count(start, count)
         if count == 1:  # without a tensor of rows, for every token and layer
             for mine, x in zip(self.kv, parts, strict=True):
                 mine[start % size].copy_(x[0])
@@ -48,23 +45,35 @@ class RecentTokens:
         for mine, x in zip(self.kv, parts, strict=True):
             mine[rows] = x[count - len(rows) :]
 
+    def count(self, start: int, tokens: int) -> None:
+        """Count tokens from `start` on, which follow those stored, as stored."""
+        self.first = max(self.first if start == self.end else start, start + tokens - self.kv.shape[1])
+        self.end = start + tokens
+
+    def with_next(self) -> tuple[Tensor, int] | None:
+        """Return rows kv [t, Hk, n, d] with room for the next token, in any order, and its row; None if not in place.
+
+        They are in place unless some were taken back.
+        """
+        size = self.kv.shape[1]
+        count = min(self.end + 1 - self.first, size)
+        if self.first and count < size:
+            return None
+        return self.kv[:, :count].transpose(1, 2), self.end % size
+
     def rewind(self, length: int) -> None:
         """Forget the tokens from `length` on."""
         self.end = min(self.end, length)
         self.first = min(self.first, self.end)
 
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """Return copies of their keys and values, in order: [Hk, n, d] each."""
-        k, v = self.kv[:, self._rows(range(self.first, self.end))].transpose(1, 2)
-        return k, v
+    def tokens(self) -> Tensor:
+        """Return copies of their keys and values, in order: [2, Hk, n, d]."""
+        return self.kv[:, self._rows(range(self.first, self.end))].transpose(1, 2)
 
-    def views(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values [Hk, n, d] in any order, in place unless some were taken back."""
+    def views(self) -> Tensor:
+        """Return keys and values [2, Hk, n, d] in any order, in place unless some were taken back."""
         count = self.end - self.first
-        if self.first and count < self.kv.shape[1]:
-            return self.tokens()
-        k, v = self.kv[:, :count].transpose(1, 2)
-        return k, v
+        return self.tokens() if self.first and count < self.kv.shape[1] else self.kv[:, :count].transpose(1, 2)
 
     def restore(self, kv: Tensor, held: int) -> None:
         """Write them over the same rows of kv [t, rows, Hk, d], of which `held` are tokens."""

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.narrow_attention import TILE, NarrowDtype, NarrowTokens, TileFormat, narrow_attention
+from kvcli.kernels.narrow_attention import (
+    TILE,
+    NarrowAndRecent,
+    NarrowDtype,
+    NarrowTokens,
+    TileFormat,
+    narrow_attention,
+)
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.quant import channel_sizes
 from kvcli.kernels.softmax import Softmax
@@ -23,7 +30,7 @@ class NarrowCache(LayerCache):
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, held: NarrowDtype, tiers: Tiers):
-        self.length = 0
+        self.length, self.capacity = 0, capacity
         self.format = TileFormat(held, head_dim)
         self.tiles = tiers.on_device(num_kv_heads, -(-capacity // TILE), self.format.bytes, dtype=torch.uint8)
         self.sizes = tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32).fill_(1)
@@ -43,13 +50,27 @@ class NarrowCache(LayerCache):
         return 0
 
     @override
+    def tokens_in_chain(self) -> NarrowAndRecent | None:
+        found = self.recent.with_next()
+        if found is None or self.length == self.capacity or not self.format.fills_registers:
+            return None
+        rows, newest = found
+        return NarrowAndRecent(self._far._replace(tokens=self.length + 1 - rows.shape[2]), rows, newest)
+
+    @override
+    def take_row(self) -> int:
+        self.recent.count(self.length, 1)
+        self.length += 1
+        return 0
+
+    @override
     def rewind(self, length: int) -> None:
         self.length = length
         self.recent.rewind(length)
 
     @override
     def attend(self, q: Tensor, softmax: Softmax) -> Tensor:
-        return narrow_attention(q, self._far, *self.recent.views(), softmax)
+        return narrow_attention(q, self._far, self.recent.views(), softmax)
 
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """Append tokens k, v [Hk, n, d] and attend with their queries q [H, n, d] causally; return [H, n, d]."""

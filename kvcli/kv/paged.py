@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from kvcli.kernels import page_table
 from kvcli.kernels.decode_attention import Tokens, attend_chosen, attend_chosen_suits, decode_attention
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.page_scores import page_summary
 from kvcli.kernels.page_table import EMPTY, Misses, resolve_pages
 from kvcli.kernels.quant import BlockFormat
@@ -48,8 +49,8 @@ class ResidentPageCache(PagedCache, DenseCache):
         return 0
 
     @override
-    def rows_in_order(self) -> Tensor | None:
-        return None if self.budget.active(self.length + 1) else super().rows_in_order()
+    def tokens_in_chain(self) -> ChainTokens | None:
+        return None if self.budget.active(self.length + 1) else super().tokens_in_chain()
 
     @override
     def take_row(self) -> int:
@@ -185,8 +186,9 @@ class OffloadedPageCache(PagedCache, LayerCache):
         return self.take_row()
 
     @override
-    def rows_in_order(self) -> Tensor | None:
-        return None if self.budget.active(self.length + 1) else self.kv.view(*self.kv.shape[:2], -1, self.kv.shape[-1])
+    def tokens_in_chain(self) -> ChainTokens | None:
+        length = self.length + 1
+        return None if self.budget.active(length) else Tokens(self.kv.flatten(2, 3), length)
 
     @override
     def pages_in_chain(self) -> tuple[Tokens, Tensor, Tensor] | None:

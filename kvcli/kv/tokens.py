@@ -20,6 +20,7 @@ from typing_extensions import override
 from kvcli.kernels import page_table
 from kvcli.kernels.decode_attention import attend_chosen, attend_chosen_suits, decode_attention
 from kvcli.kernels.group_pooling import HeadPooling, pool_queries, pool_scores
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.page_table import EMPTY, Misses, SlotLayout, distinct
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
@@ -195,8 +196,8 @@ class ResidentTokenCache(TokenCache[IndexT], DenseCache):
         return 0
 
     @override
-    def rows_in_order(self) -> Tensor | None:
-        return None if self.budget.active(self.length + 1) else super().rows_in_order()
+    def tokens_in_chain(self) -> ChainTokens | None:
+        return None if self.budget.active(self.length + 1) else super().tokens_in_chain()
 
     @override
     def take_row(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import usage_error
-from kvcli.kernels.decode_attention import Tokens
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.speculation import Pages, Speculated
 from kvcli.kv.cache import DenseCache, LayerCache, Tiers
@@ -330,7 +330,7 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
     wants_next_query: ClassVar[bool] = False
     """Whether `take_next_query` is called, one layer ahead of `attend`."""
     attends_to_rows: ClassVar[bool] = False
-    """Whether a `retrieve` of the method's own attends to everything while its caches give `rows_in_order`."""
+    """Whether a `retrieve` of the method's own attends to everything while its caches give `tokens_in_chain`."""
     takes_selection: ClassVar[bool] = False
     """Whether the method attends to what the model selects by itself (`LayerGeometry.selects`)."""
 
@@ -434,7 +434,7 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         count_disk(self.context, layer, self.caches[layer])
         return out
 
-    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[Tokens, Pages | None]] | None:
+    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[ChainTokens, Pages | None]] | None:
         """Return what a step attends to in every layer, the next token's row included, if it can be one loop.
 
         A step can if all that it does is to attend to these tokens, in some layers after it speculated among pages, and
@@ -446,10 +446,10 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         does_more = plan.turn is not None or plan.rounds is not None or plan.evict is not None
         if not usual or (does_more and self.retrieval) or context.timeline.enabled or context.attention_observer:
             return None
-        found = list[tuple[Tokens, Pages | None]]()
+        found = list[tuple[ChainTokens, Pages | None]]()
         for layer, cache in enumerate(self.caches):
-            if (rows := cache.rows_in_order()) is not None:
-                found.append((Tokens(rows, cache.length + 1), None))
+            if (tokens := cache.tokens_in_chain()) is not None:
+                found.append((tokens, None))
             elif layer in self.retrieval and (pages := pages_in_chain(self, layer, softmax[layer])) is not None:
                 found.append(pages)
             else:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvcli.compat import attention_implementation, set_attention
 from kvcli.errors import usage_error
-from kvcli.kernels.decode_attention import Tokens
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.speculation import Pages, Speculated
 from kvcli.kv.selected import with_index
@@ -58,7 +58,7 @@ class Reads(Protocol):
 class AttendsInChain(Protocol):
     """A handler that may do no more than a loop over all layers can, which then does it in its place."""
 
-    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[Tokens, Pages | None]] | None:
+    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[ChainTokens, Pages | None]] | None:
         """Return what a step attends to in every layer, and the pages it speculates among; None if it does more."""
 
     def take_rows(self, found: Sequence[Speculated | None]) -> None:

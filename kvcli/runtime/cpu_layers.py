@@ -21,9 +21,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from kvcli.kernels import decode_attention, speculation
+from kvcli.kernels import decode_attention, narrow_attention, speculation
 from kvcli.kernels.chain import Chain, Gate, Normalised, Products, Stage, TurnedHeads
-from kvcli.kernels.decode_attention import AttentionInChain, Tokens
+from kvcli.kernels.decode_attention import AttentionInChain
+from kvcli.kernels.gemv import MOST_ROWS
+from kvcli.kernels.narrow_attention import ChainTokens, NarrowAttentionInChain, TileFormat
 from kvcli.kernels.norm_rope import Rotation, norm_cpu, rotate_cpu
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.speculation import Pages, Speculated, SpeculationInChain
@@ -118,6 +120,11 @@ class Attending(NamedTuple):
     softmax: Softmax
     sizes: Sequence[int]
     size: int
+
+    @property
+    def suits_chain(self) -> bool:
+        """Whether the loops of a chain do its attention."""
+        return self.softmax.sinks is None and self.sizes[0] <= MOST_ROWS * self.sizes[1]
 
     def taken_apart(self, products: Tensor, batch: int, n: int) -> Sequence[Tensor]:
         """View rows of products as queries [b, H, n, d], keys and values [b, Hk, n, d]."""
@@ -332,7 +339,7 @@ class AllLayers:
             return None
         own = [cast(Attending, layer.own) for layer in self.layers]
         handler = own[0].hook.handler
-        if not isinstance(handler, AttendsInChain) or any(each.softmax.sinks is not None for each in own):
+        if not isinstance(handler, AttendsInChain) or not all(each.suits_chain for each in own):
             return None
         if any(self.listeners) or [its.get("forward") for its in self.passed] != self.forwards:
             return None
@@ -340,7 +347,7 @@ class AllLayers:
         step = handler.in_chain([of_layer[at] for at in range(len(own))])
         if step is None or any(tokens.kv.dtype != torch.float32 for tokens, _ in step):
             return None
-        kind = tuple(None if pages is None else pages.how.pooling for _, pages in step)
+        kind = tuple((tokens.form, None if pages is None else pages.how.pooling) for tokens, pages in step)
         if kind not in self.whole:
             self.whole[kind] = OneLoop(self.layers, kind)
         out, found = self.whole[kind](hidden[0], [angle[0] for angle in angles], step)
@@ -384,34 +391,40 @@ class AllLayers:
 
 
 class OneLoop:
-    """All layers of a step of one sequence, with their attention and, where `pooling` is given, their speculation.
+    """All layers of a step of one sequence, with their attention and perhaps their speculation.
 
-    `pooling` has an entry for each layer, by the numbers that methods give layers.
+    `kinds` has an entry for each layer, by the numbers that methods give layers: the form of the tokens in tiles, and
+    how queries are pooled where the layer speculates; None where it has no tiles, or does not.
     """
 
-    def __init__(self, layers: Sequence[WholeLayer], pooling: Sequence[Any]):
+    def __init__(self, layers: Sequence[WholeLayer], kinds: Sequence[tuple[TileFormat | None, Any]]):
         self.attention, self.speculation = dict[int, AttentionInChain](), dict[int, SpeculationInChain]()
         stages = list[Stage]()
         for layer in layers:
             own = cast(Attending, layer.own)
             at, heads, kv_heads = own.layer, *(rows // own.size for rows in own.sizes[:2])
-            self.attention[at] = attention = AttentionInChain(heads, kv_heads, own.size, own.softmax)
-            its = attention.stages("products", "attended", at)
-            if pooling[at] is not None:
-                self.speculation[at] = speculates = SpeculationInChain(heads, kv_heads, own.size, pooling[at])
+            form, pooling = kinds[at]
+            if form is None:
+                attention = AttentionInChain(heads, kv_heads, own.size, own.softmax)
+            else:
+                attention = NarrowAttentionInChain(heads, kv_heads, form, own.softmax)
+            self.attention[at], its = attention, attention.stages("products", "attended", at)
+            if pooling is not None:
+                self.speculation[at] = speculates = SpeculationInChain(heads, kv_heads, own.size, pooling)
                 row = len(layers) + at
                 its = [*speculates.before("products", row), *its, *speculates.after("products", row)]
             stages += [_reading("out" if stages else "x", stage) for stage in [*own.stages, *its, *layer.after]]
         self.chain = Chain(["x", "cos", "sin"], stages, ["out"])
-        self.told = np.zeros((2 * len(layers), max(decode_attention.TOLD, speculation.TOLD)), np.int64)
+        told = max(each.TOLD for each in (decode_attention, narrow_attention, speculation))
+        self.told = np.zeros((2 * len(layers), told), np.int64)
 
     def __call__(
-        self, x: Tensor, angles: Sequence[Tensor], step: Sequence[tuple[Tokens, Pages | None]]
+        self, x: Tensor, angles: Sequence[Tensor], step: Sequence[tuple[ChainTokens, Pages | None]]
     ) -> tuple[Tensor, Sequence[Speculated | None]]:
         """Run on rows x [1, D]; return what the last layer gives, and what speculation found in each layer."""
         needs, found, numbers = [0], list[Speculated | None](), 0
         for at, (tokens, pages) in enumerate(step):
-            needs.append(self.attention[at].room(tokens.length))
+            needs.append(self.attention[at].room(tokens))
             if pages is not None:
                 needs.append(self.speculation[at].room(pages))
         room = x.new_empty(max(needs))  # stages follow each other

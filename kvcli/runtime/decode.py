@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels._numba import compiling
-from kvcli.kernels.decode_attention import Tokens
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.speculation import Pages, Speculated
 from kvcli.kv.selected import SelectingCache
@@ -55,7 +55,7 @@ class BlockingPipeline:
         outs = [method.attend_to(layer, q[row, :, 0], softmax) for row, method in enumerate(self.methods)]
         return self._stacked(outs, len(q))
 
-    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[Tokens, Pages | None]] | None:
+    def in_chain(self, softmax: Sequence[Softmax]) -> Sequence[tuple[ChainTokens, Pages | None]] | None:
         """Return what a step attends to in every layer, if there is one sequence and its step can be one loop."""
         return self.methods[0].in_chain(softmax) if len(self.methods) == 1 else None
 

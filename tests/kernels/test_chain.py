@@ -100,7 +100,7 @@ class Attending:
         self.chain = Chain(["x"], stages, ["products", *(f"out{at}" for at in range(len(seeds)))])
 
     def __call__(self, x, *tokens):
-        room = torch.full((max(self.attention.room(each.length) for each in tokens) + 1,), torch.nan)
+        room = torch.full((max(self.attention.room(each) for each in tokens) + 1,), torch.nan)
         told = np.zeros((len(tokens), TOLD), np.int64)
         for row, each in zip(told, tokens, strict=True):
             assert self.attention.tell(row, each, room.data_ptr()) > 0

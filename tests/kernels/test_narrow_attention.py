@@ -69,7 +69,7 @@ def test_attention_is_that_over_the_rounded_tokens(heads, group, d, n, held, sof
         softmax = softmax._replace(sinks=softmax.sinks.expand(heads * group).contiguous())
     near = noise(2, heads, 5, d, seed=7)
     far = NarrowTokens(tiles, n, form, sizes)
-    found = narrow_attention(q, far, *near, softmax)
+    found = narrow_attention(q, far, near, softmax)
     keys, values = (torch.cat(both, 1).double() for both in zip(far.read(), near, strict=True))
     for head, query in enumerate(q.double()):
         scores = softmax.scores(keys[head // group] @ query)
@@ -86,7 +86,7 @@ def test_what_is_not_a_number_stays_none(held, group, d, part):
     tiles, sizes = poisoned(2, 70, form), torch.ones(2, d)
     form.write(tiles, 0, k, v, sizes)
     far, near = NarrowTokens(tiles, 70, form, sizes), noise(2, 2, 1, d)
-    found = narrow_attention(noise(2 * group, d), far, *near, Softmax(0.1)).isnan().any(1)
+    found = narrow_attention(noise(2 * group, d), far, near, Softmax(0.1)).isnan().any(1)
     assert found.tolist() == [False] * group + [True] * group
 
 
@@ -96,14 +96,14 @@ def test_queries_of_another_dtype_keep_it():
     form.write(tiles, 0, k.bfloat16(), v.bfloat16(), sizes)
     q = noise(4, 64).bfloat16()
     far, near = NarrowTokens(tiles, 70, form, sizes), noise(2, 2, 3, 64).bfloat16()
-    found = narrow_attention(q, far, *near, Softmax(0.1))
+    found = narrow_attention(q, far, near, Softmax(0.1))
     assert found.dtype == torch.bfloat16
-    wide = narrow_attention(q.float(), far, *near.float(), Softmax(0.1))
+    wide = narrow_attention(q.float(), far, near.float(), Softmax(0.1))
     torch.testing.assert_close(found, wide.bfloat16())
 
 
 def test_without_tokens_in_tiles_it_is_attention_to_the_others():
     form, (q, near) = TileFormat("int8", 64), (noise(4, 64), noise(2, 2, 300, 64, seed=3))
     far = NarrowTokens(poisoned(2, 70, form), 0, form, torch.ones(2, 64))
-    found = narrow_attention(q, far, *near, Softmax(0.1))
+    found = narrow_attention(q, far, near, Softmax(0.1))
     torch.testing.assert_close(found, decode_attention_ref(q, *near, Softmax(0.1)), atol=1e-5, rtol=1e-4)

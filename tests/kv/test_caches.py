@@ -134,7 +134,7 @@ def test_no_loop_writes_to_a_cache_that_does_more(name):
         return getattr(OffloadedPageCache, name)(self, *given)
 
     changed = type("Changed", (OffloadedPageCache,), {name: more})
-    assert changed.rows_in_order is LayerCache.rows_in_order
+    assert changed.tokens_in_chain is LayerCache.tokens_in_chain
     assert changed.pages_in_chain is LayerCache.pages_in_chain
     unchanged = type("Unchanged", (OffloadedPageCache,), {})
     assert unchanged.pages_in_chain is OffloadedPageCache.pages_in_chain

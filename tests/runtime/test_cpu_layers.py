@@ -5,13 +5,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from engine import new_method
-from families import FAMILIES, VOCAB, tiny_model
+from families import FAMILIES, VOCAB, tiny_config, tiny_model
 from gguf import GGMLQuantizationType, quants
 from torch.nn import functional
 
 from kvcli.kernels import _numba, chain, packed_linear
 from kvcli.kernels.packed_linear import PACKINGS, PackedWeight
 from kvcli.kernels.softmax import Softmax
+from kvcli.kv import dense
+from kvcli.methods.contract import Method
 from kvcli.runtime import cpu_layers as layers
 from kvcli.runtime.attention_hook import attached
 from kvcli.runtime.cpu_layers import cpu_layers
@@ -249,6 +251,45 @@ def test_a_step_with_full_attention_is_one_loop(family, monkeypatch):
     for mine, its in zip(held.caches, kept.caches, strict=True):
         torch.testing.assert_close(mine.kv, its.kv, rtol=1e-4, atol=1e-5)
     assert launched[1:] == [2] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("held", ["bfloat16", "int8", "k8v4"])
+def test_a_step_with_narrow_kv_is_one_loop_unless_tokens_were_taken_back(held, monkeypatch):
+    """It rounds and reads the same numbers as layer by layer; tokens are recent until six more have come."""
+    monkeypatch.setattr(dense, "RECENT", 6)
+    config = tiny_config("llama")
+    config.head_dim = 64
+    model, settings = tiny_model("llama", config=config), {"kv_dtype": held}
+    with attached(model) as hook, cpu_layers(model):
+        found, launched, method = steps(hook, monkeypatch, "full", settings, count=80)
+        monkeypatch.setattr(Method, "in_chain", lambda *_: None)
+        expected, one_by_one, kept = steps(hook, monkeypatch, "full", settings, count=80)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert launched[1:] == [2] * 79
+    assert min(one_by_one) > 2
+    for mine, its in zip(method.caches, kept.caches, strict=True):
+        assert (mine.length, mine.recent.first, mine.recent.end) == (its.length, its.recent.first, its.recent.end)
+        for some, others in zip(
+            mine.format.read(mine.tiles, 81, mine.sizes), its.format.read(its.tiles, 81, its.sizes), strict=True
+        ):
+            torch.testing.assert_close(some, others, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.recent.kv, its.recent.kv, rtol=1e-5, atol=1e-5)
+        mine.rewind(78)
+        assert mine.tokens_in_chain() is None, "rows are not those of the newest tokens"
+        mine.rewind(0)
+        assert mine.tokens_in_chain().length == 1
+
+
+def test_attention_with_many_queries_a_head_stays_out_of_the_loop(monkeypatch):
+    config = tiny_config("llama")
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 9, 1, 16
+    model = tiny_model("llama", config=config)
+    with attached(model) as hook:
+        expected, _, _ = steps(hook, monkeypatch)
+        with cpu_layers(model):
+            found, launched, _ = steps(hook, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert min(launched) > 2
 
 
 TOKENS_OF_SIX = {"budget": 6, "sink": 1, "window": 2}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.decode_attention import TokenSet, attend_sets
+from kvcli.kernels.decode_attention import Tokens, TokenSet, attend_sets
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.page_table import EMPTY, Misses
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.token_scores import token_scores
@@ -210,10 +211,10 @@ class ClusteredTokenCache(TokensOnHost):
         return self.length - self.budget.sink - self.index.tokens - self.budget.window
 
     @override
-    def rows_in_order(self) -> Tensor | None:
-        """View the steady zone, until the next token lets the first ones be clustered."""
+    def tokens_in_chain(self) -> ChainTokens | None:
+        """Return the steady zone, until the next token lets the first ones be clustered."""
         clustered = self.index.tokens > 0 or self.waiting_tokens + 1 == self.index.clustering.update
-        return None if clustered else self.near.kv
+        return None if clustered else Tokens(self.near.kv, self.length + 1)
 
     @override
     def take_row(self) -> int:
