@@ -180,7 +180,7 @@ class LanguageModel:
         rates = measure_rates(device, planned.dtype) if times else None
         machine = Machine(device, free, rates, times, self.checkpoint.placement)
         if chosen.unnamed:
-            chosen = choice(planned, machine, context, batch_size, max_tokens)
+            chosen = choice(chosen, planned, machine, context, batch_size, max_tokens)
         (found,) = plan(planned, machine, [(chosen.name, chosen)], [context], [batch_size], max_tokens)
         return found
 

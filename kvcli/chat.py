@@ -226,6 +226,8 @@ class Dialogue:
             assert profile.chosen is not None
             notices += [profile.chosen] if self._chosen is None or profile.hash != self._chosen.hash else []
             self._chosen = profile
+        elif profile.chosen is not None:
+            notices.append(profile.chosen)
         if (lacking := self._lack(ids, profile)) is not None:
             way_out = "use a smaller --budget, --dtype or --max-tokens, or a shorter document"
             raise KvcliError(lacking, way_out, ExitCode.WILL_NOT_FIT)

@@ -114,7 +114,8 @@ def settle_method(
         if (other := next((name for name, value in beside.items() if value is not None), None)) is not None:
             what = f"{other} compares with full attention, but this model's layers select by themselves"
             raise usage_error(what, "leave it out: native is exact")
-    asked_of_it = request.disk or request.lossless or request.audit
+    about = {"--kv-disk": request.disk, "--lossless": request.lossless, "--audit": request.audit}
+    asked = next((name for name, value in about.items() if value), None)
     samples = request.sampling.num_samples
     lengths = samples * capacities(request, [prompt for prompt in prompts if prompt.error is None])
     costs = request.profile, checkpoint.geometry, checkpoint.dtype, checkpoint.place, lengths
@@ -123,7 +124,12 @@ def settle_method(
             f"--lossless saves no time here, because reading all of {max(lengths):,} tokens is cheap; --method full "
             "writes the same text"
         )
-    if not request.profile.unnamed or (asked_of_it and not selects) or not lengths:
+    if request.profile.unnamed and asked is not None and not selects:
+        chosen = f"no --method: using {request.profile.method}, because {asked} is for retrieval"
+        request = replace(request, profile=replace(request.profile, unnamed=False, chosen=chosen))
+    if not request.profile.unnamed or not lengths:
+        if request.profile.chosen is not None:
+            observer.notice(request.profile.chosen)
         return request
     free = memory.available(checkpoint.place)
 
@@ -137,10 +143,10 @@ def settle_method(
         run = memory.contexts(len(lengths), max(sizes).tokens)
         return memory.shortage(run, replace(wanted, weights=0) if loaded else wanted, checkpoint.place, free)
 
-    chosen = unnamed.choose(*costs, lack)
-    assert chosen.chosen is not None
-    observer.notice(chosen.chosen)
-    return replace(request, profile=chosen)
+    found = unnamed.choose(*costs, lack)
+    assert found.chosen is not None
+    observer.notice(found.chosen)
+    return replace(request, profile=found)
 
 
 def check(

@@ -202,6 +202,8 @@ class _Run:
         if request.profile.unnamed:
             method = request.profile.method
             observer.notice(f"no --method: using {method} for all rows, an approximation; --method full is exact")
+        elif request.profile.chosen is not None:
+            observer.notice(request.profile.chosen)
         shortest, penalty = min(job.tokens for job in jobs), request.sampling.repetition_penalty
         plain = plain_text_notice(checkpoint, request.template) if any(job.asked for job in jobs) else None
         own = profile_notices(request.profile, checkpoint, shortest)

@@ -1,17 +1,20 @@
 """What serves if no method is named: the model's own selection if it has one, full attention if it fits.
 
-Otherwise retrieval, whose leading layers attend to everything and lie on the device, as many of them as fit there.
+Otherwise retrieval, whose leading layers attend to everything and lie on the device, as many of them as fit there. KV
+is in the form that is asked for. Full attention has some forms, on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
 from kvcli.capacity.memory import kv_footprint
 from kvcli.inputs.profiles import Profile, reference_profile, resolve_profile
+from kvcli.kernels.narrow_attention import NarrowDtype
 from kvcli.models.devices import Place
 from kvcli.models.geometry import ModelGeometry
 from kvcli.sizes import Share
@@ -25,8 +28,14 @@ Lack = Callable[[Profile], str | None]
 
 
 def native(profile: Profile, geometry: ModelGeometry) -> Profile:
-    """Return `profile`, or that of the method `native` if nobody named one and the model selects by itself."""
-    return resolve_profile(method="native") if profile.unnamed and geometry.selects is not None else profile
+    """Return `profile`, or that of the method `native` if nobody named one and the model selects by itself.
+
+    Raises:
+        KvcliError: such a model is to keep KV in a narrow form (usage).
+    """
+    if not profile.unnamed or geometry.selects is None:
+        return profile
+    return resolve_profile(method="native", overrides=_form(profile))
 
 
 def choose(
@@ -39,9 +48,10 @@ def choose(
     if geometry.selects is not None:
         own = native(retrieval, geometry)
         return _chosen(own, f"using {own.method}, because this model's layers select by themselves")
-    longest, full = max(capacities), reference_profile()
-    lacking = lack(full)
-    if lacking is None or place.type == "cpu":
+    longest, form = max(capacities), _form(retrieval)
+    full, on_cpu = _full(form, place), place.type == "cpu"
+    lacking = None if full is None else lack(full)
+    if full is not None and (lacking is None or on_cpu):
         if is_cheap(retrieval, geometry, dtype, place, capacities):
             why = f"reading all of {longest:,} tokens is cheap"
         else:
@@ -49,15 +59,17 @@ def choose(
             faster = f"--method {retrieval.method} reads about {_budget(retrieval, longest):,}"
             why = f"{fits}; a step reads all of {longest:,} tokens, {faster}"
         return _chosen(full, f"using full attention, because {why}")
-    because = f"because with full attention {lacking}"
-    layers = len(geometry.layers)
-    for resident in reversed(range(layers)):
-        found = resolve_profile(retrieval.method, overrides={"dense_layers": resident})
+    if full is None:
+        because = f"because full attention does not keep KV as {form['kv_dtype']}{'' if on_cpu else ' on a GPU'}"
+    else:
+        because = f"because with full attention {lacking}"
+    if on_cpu:
+        return _approximation(retrieval, geometry, longest, because)
+    for resident in reversed(range(len(geometry.layers))):
+        found = resolve_profile(retrieval.method, overrides={"dense_layers": resident, **form})
         if lack(found) is None:
-            reads = f"reads about {_budget(found, longest):,} of {longest:,} tokens per step in {layers - resident} of "
-            approximation = f"an approximation that {reads}{layers} layers"
-            return _chosen(found, f"using {found.method}, {approximation}, {because}; --method offload is exact")
-    exact = resolve_profile(method="offload")
+            return _approximation(found, geometry, longest, because)
+    exact = resolve_profile(method="offload", overrides=form)
     if (still := lack(exact)) is not None:
         return _chosen(exact, f"nothing fits; even with offload {still}")
     return _chosen(exact, f"using offload, which brings all KV to the device in every step, {because}")
@@ -67,10 +79,31 @@ def is_cheap(
     retrieval: Profile, geometry: ModelGeometry, dtype: torch.dtype, place: Place, capacities: Sequence[int]
 ) -> bool:
     """Tell whether reading everything takes about as long as choosing, or as the weights."""
-    full, longest = reference_profile(), max(capacities)
+    full, longest = _full(_form(retrieval), place) or reference_profile(), max(capacities)
     held = (kv_footprint(full, geometry, tokens, dtype, place=place) for tokens in capacities)
     kv = sum(each.device + each.host for each in held)
     return longest <= BUDGETS * _budget(retrieval, longest) or kv <= SHARE * geometry.weight_bytes
+
+
+def _form(profile: Profile) -> dict[str, str]:
+    """Return the setting of the form in which KV is kept, if it is not as computed."""
+    held = getattr(profile.settings, "kv_dtype", "auto")
+    return {} if held == "auto" else {"kv_dtype": held}
+
+
+def _full(form: dict[str, str], place: Place) -> Profile | None:
+    """Return full attention with KV in a form; None if it does not have the form."""
+    if form and (place.type != "cpu" or form["kv_dtype"] not in get_args(NarrowDtype)):
+        return None
+    return resolve_profile(method="full", overrides=form)
+
+
+def _approximation(profile: Profile, geometry: ModelGeometry, longest: int, because: str) -> Profile:
+    layers = len(geometry.layers)
+    where = f"in {layers - getattr(profile.settings, 'dense_layers', 0)} of {layers} layers"
+    reads = f"reads about {_budget(profile, longest):,} of {longest:,} tokens per step {where}"
+    exact = "--method offload is exact"
+    return _chosen(profile, f"using {profile.method}, an approximation that {reads}, {because}; {exact}")
 
 
 def _chosen(profile: Profile, line: str) -> Profile:

@@ -129,6 +129,7 @@ def plan(
     from kvcli.capacity.planning.advice import command as command_of
     from kvcli.capacity.planning.plan import choice
     from kvcli.capacity.planning.plan import plan as plan_all
+    from kvcli.inputs.profiles import resolve_profile
     from kvcli.inputs.variants import scaled
     from kvcli.ui import console
 
@@ -168,9 +169,10 @@ def plan(
                 observer.advance()
     commands = [{"command": command_of(model.model, entry)} if advise else {} for entry in plans]
     choices = []
-    if unnamed and not advise and tier is None:
-        shapes = ((context, batch) for context in contexts for batch in batches)
-        choices = [(*shape, choice(subject, machine, *shape, run.max_tokens)) for shape in shapes]
+    if unnamed and not advise and tier is None and not (chosen.budget or chosen.settings):
+        retrieval = resolve_profile(overrides=chosen.kv_dtype and {"kv_dtype": chosen.kv_dtype})
+        shapes = [(context, batch) for context in contexts for batch in batches] if retrieval.unnamed else []
+        choices = [(*shape, choice(retrieval, subject, machine, *shape, run.max_tokens)) for shape in shapes]
     if output.as_json:
         found = [entry.as_dict() | line for entry, line in zip(plans, commands, strict=True)]
         body = _as_dict(model.model, subject, machine, found)

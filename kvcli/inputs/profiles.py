@@ -33,9 +33,9 @@ class Profile:
     """A method and all of its settings; `paper` names the source of the values.
 
     `provenance` records the model, the text and the curve of values that `kvcli calibrate` found. A profile that nobody
-    named is `unnamed`: a generation chooses another (`kvcli.capacity.unnamed`), whose `chosen` says what and why. What
-    it `scales` of sink and window is made smaller where the budget leaves no room for anything else, and `notice` says
-    so.
+    named is `unnamed`: a generation chooses another (`kvcli.capacity.unnamed`), whose `chosen` says what and why; where
+    only settings are given, it says which method has them. What it `scales` of sink and window is made smaller where
+    the budget leaves no room for anything else, and `notice` says so.
     """
 
     name: str
@@ -110,7 +110,8 @@ def resolve_profile(
     """Find the profile that a command line asks for and apply `overrides` on top.
 
     `profile` is a name of `profile_names()` or a path that ends in .toml. Without it, the profile named after the
-    method is taken, or the method's own defaults if there is none; without both, `DEFAULT_PROFILE`. An override that is
+    method is taken, or the method's own defaults if there is none; without both, `DEFAULT_PROFILE`, or `full` for KV as
+    bfloat16. The form of KV alone, `kv_dtype`, leaves the profile `unnamed`. An override that is
     a string is read as a TOML value, a bare word as a string, and 4K as a count of tokens. A small budget scales sink
     and window, unless they are among the overrides.
 
@@ -120,7 +121,13 @@ def resolve_profile(
     """
     from kvcli.methods import get_method
 
+    unnamed, chosen = method is None and profile is None, None
+    if unnamed and (overrides or {}).get("kv_dtype") == "bfloat16":
+        method, unnamed = "full", False
+        chosen = "no --method: using full attention, which keeps KV as bfloat16"
     name, found, known = _found(method, profile)
+    if unnamed and set(overrides or ()) - {"kv_dtype"}:
+        unnamed, chosen = False, f"no --method: using {found.method}, the default where settings are given"
     for key in [*found.settings, *(overrides or {})]:
         if key not in known:
             hint = _WITHOUT_HOST_KV if key == "kv_dtype" else nearest(key, known, "settings")
@@ -140,7 +147,8 @@ def resolve_profile(
         method_class.paper if found.paper is None else found.paper,
         resolved,
         found.provenance,
-        unnamed=method is None and profile is None and not overrides,
+        unnamed=unnamed,
+        chosen=chosen,
         scales=scales,
         notice=notice,
     )

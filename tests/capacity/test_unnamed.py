@@ -26,9 +26,9 @@ def llama():
     return PlannedRun.of(read_config(ModelSpec("llama-3.1-8b", load_format="dummy")), torch.bfloat16)
 
 
-def chosen(checkpoint, *capacities, lack=lambda _: None, place=CPU):
+def chosen(checkpoint, *capacities, lack=lambda _: None, place=CPU, **settings):
     costs = checkpoint.geometry, checkpoint.dtype, place, capacities
-    return unnamed.choose(resolve_profile(), *costs, lack)
+    return unnamed.choose(resolve_profile(overrides=settings), *costs, lack)
 
 
 def test_what_fits_is_read_whole_and_the_line_says_whether_that_is_cheap(checkpoint):
@@ -79,10 +79,37 @@ def test_a_gpu_keeps_as_many_layers_as_fit(checkpoint):
 def test_where_no_approximation_fits_layers_are_brought_whole_or_nothing_is(checkpoint):
     only = chosen(checkpoint, 100, lack=lambda profile: None if profile.method == "offload" else "lacks", place=CUDA)
     assert only.chosen.startswith("no --method: using offload")
+    narrow = chosen(
+        checkpoint, 100, lack=lambda each: None if each.method == "offload" else "", place=CUDA, kv_dtype="int4"
+    )
+    assert (narrow.method, narrow.settings.kv_dtype) == ("offload", "int4")
     none = chosen(checkpoint, 100, lack=lambda _: "lacks", place=CUDA)
     assert (none.method, "nothing fits" in none.chosen) == ("offload", True)
     assert chosen(checkpoint, 100, lack=lambda _: "lacks").method == "full"  # a CPU has one memory
     assert "saves no memory on a CPU" in chosen(checkpoint, 100_000, lack=lambda _: "lacks").chosen
+
+
+@pytest.mark.parametrize("held", ["int8", "k8v4"])
+def test_a_form_of_kv_alone_is_that_of_full_attention_where_it_serves(checkpoint, held):
+    found = chosen(checkpoint, 8192, kv_dtype=held)
+    assert (found.method, found.settings.kv_dtype) == ("full", held)
+    assert "is cheap" in found.chosen
+
+
+@pytest.mark.parametrize(("held", "place", "where"), [("int4", CPU, ""), ("int8", CUDA, " on a GPU")])
+def test_a_form_that_full_attention_has_not_takes_retrieval_and_the_line_says_so(checkpoint, held, place, where):
+    found = chosen(checkpoint, 8192, place=place, kv_dtype=held)
+    dense = resolve_profile().settings.dense_layers if place is CPU else 3
+    assert (found.method, found.settings.kv_dtype, found.settings.dense_layers) == ("retroinfer", held, dense)
+    assert f"because full attention does not keep KV as {held}{where}; --method offload is exact" in found.chosen
+
+
+def test_less_kv_is_cheap_beneath_smaller_weights(checkpoint):
+    full = resolve_profile("full")
+    kv = unnamed.kv_footprint(full, checkpoint.geometry, 20_000, checkpoint.dtype).device
+    larger = replace(checkpoint, geometry=replace(checkpoint.geometry, weight_bytes=kv))
+    assert "is cheap" not in chosen(larger, 20_000).chosen
+    assert "is cheap" in chosen(larger, 20_000, kv_dtype="int8").chosen
 
 
 @pytest.mark.parametrize(
@@ -105,7 +132,7 @@ def test_128k_tokens_of_an_8b_on_planned_machines(llama, free, method, dense):
         known = llama.config, llama.dtype, llama.geometry
         placement = placed("cuda:0,cuda:1", *known, devices, [sizes[str(each)] for each in devices])
     machine = Machine(device, sizes, None, here=False, placement=placement)
-    found = choice(llama, machine, CONTEXT, 1, 256)
+    found = choice(resolve_profile(), llama, machine, CONTEXT, 1, 256)
     assert (found.method, getattr(found.settings, "dense_layers", None)) == (method, dense)
     if dense is not None:
         needed = [

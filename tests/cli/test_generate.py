@@ -311,16 +311,9 @@ def test_pipelines_give_the_same_text_and_counts(generate, document):
     assert found["overlapped"]["cache"]["pages_requested"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--audit", 2], "--audit looks into"),
-    ],
-    ids=str,
-)
-def test_what_only_the_blocking_pipeline_does(generate, document, arguments, named):
-    result = generate(document, "--max-tokens", 3, "--device", "cpu", "--pipeline", "overlapped", *arguments)
-    assert_refused(result, 2, "--pipeline", named)
+def test_only_the_blocking_pipeline_audits(generate, document):
+    result = generate(document, *RETRIEVE, "--max-tokens", 3, "--pipeline", "overlapped", "--audit", 2)
+    assert_refused(result, 2, "--pipeline", "--audit looks into")
 
 
 KEPT = ["--max-tokens", 60, "--temperature", "0.7", "--seed", 5, *RETRIEVE]
@@ -378,6 +371,19 @@ def test_without_a_method_short_documents_are_read_whole(generate, document):
     assert "no --method" not in named.stderr
     audited = generate(document, "--max-tokens", 3, "--json", "--audit", 1)
     assert json.loads(audited.stdout)["profile"]["name"] == "retroinfer"
+    assert "no --method: using retroinfer, because --audit is for retrieval" in " ".join(audited.stderr.split())
+
+
+def test_without_a_method_the_form_of_kv_leaves_full_attention_and_other_settings_say_whose_they_are(
+    generate, document
+):
+    narrow = generate(document, "--max-tokens", 3, "--json", "--kv-dtype", "int8")
+    profile = json.loads(narrow.stdout)["profile"]
+    assert (profile["method"], profile["settings"]["kv_dtype"]) == ("full", "int8")
+    assert profile["chosen"] in " ".join(narrow.stderr.split())
+    changed = generate(document, "--max-tokens", 3, "--json", "--budget", "1K")
+    assert json.loads(changed.stdout)["profile"]["method"] == "retroinfer"
+    assert "no --method: using retroinfer, the default where settings are given" in " ".join(changed.stderr.split())
 
 
 def test_a_small_budget_scales_sink_and_window_with_a_notice(generate, document):

@@ -246,5 +246,21 @@ def test_a_share_of_a_short_prompt_scales_too():
 
 def test_without_a_name_the_profile_is_that_for_documents():
     assert (resolve_profile().name, resolve_profile().unnamed) == ("retroinfer", True)
-    assert not resolve_profile(overrides={"budget": 4096}).unnamed
     assert not resolve_profile("freekv").unnamed
+    assert resolve_profile("freekv", overrides={"budget": 4096}).chosen is None
+
+
+def test_settings_without_a_name_have_the_default_method_which_says_so_and_a_form_of_kv_leaves_the_choice():
+    given = resolve_profile(overrides={"budget": 4096, "kv_dtype": "int8"})
+    assert (given.unnamed, given.chosen) == (
+        False,
+        "no --method: using retroinfer, the default where settings are given",
+    )
+    form = resolve_profile(overrides={"kv_dtype": "int8"})
+    assert (form.unnamed, form.chosen, form.settings.kv_dtype) == (True, None, "int8")
+    wide = resolve_profile(overrides={"kv_dtype": "bfloat16"})  # a form that the default does not have
+    assert (wide.method, wide.unnamed, wide.chosen) == (
+        "full",
+        False,
+        "no --method: using full attention, which keeps KV as bfloat16",
+    )

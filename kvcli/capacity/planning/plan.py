@@ -17,7 +17,7 @@ from kvcli.capacity.planning.estimate import DiskReads, Machine, PlannedRun, Tim
 from kvcli.capacity.planning.probe import PROMPT
 from kvcli.capacity.smaller import SmallerForm, smaller_forms, that_fit
 from kvcli.inputs.options import DiskOptions
-from kvcli.inputs.profiles import Profile, resolve_profile
+from kvcli.inputs.profiles import Profile
 from kvcli.kv.recurrent import state_marks
 from kvcli.memory.disk_tier import DiskTier
 from kvcli.models.devices import Placement
@@ -170,7 +170,9 @@ def plan(
         yield found
 
 
-def choice(subject: PlannedRun, machine: Machine, context: int, batch: int, max_tokens: int) -> Profile:
+def choice(
+    retrieval: Profile, subject: PlannedRun, machine: Machine, context: int, batch: int, max_tokens: int
+) -> Profile:
     """Return the profile that a generation takes on this machine if nobody names a method."""
     place = machine.place
 
@@ -179,7 +181,7 @@ def choice(subject: PlannedRun, machine: Machine, context: int, batch: int, max_
         return memory.shortage(memory.contexts(batch, context), need, place, machine.free)
 
     lengths = [context + max_tokens] * batch
-    return unnamed.choose(resolve_profile(), subject.geometry, subject.dtype, place, lengths, lack)
+    return unnamed.choose(retrieval, subject.geometry, subject.dtype, place, lengths, lack)
 
 
 def _fits_with(forms: Sequence[SmallerForm], plan: CapacityPlan, machine: Machine) -> tuple[str, ...]:
