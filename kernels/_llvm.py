@@ -262,6 +262,7 @@ LEVELS = 16  # values of four bits
 BYTES = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up in two registers, by the lower seven bits
 NUMBERS = "llvm.x86.avx512.permvar.sf.512"
 NUMBERS_OF_TWO = "llvm.x86.avx512.vpermi2var.ps.512"  # looks up in two registers, by the lower five bits
+BYTE_PRODUCTS = "llvm.x86.avx512.vpdpbusd.512"  # of bytes without a sign and bytes with one
 SHIFTED = "llvm.x86.avx512.pmultishift.qb.512"  # makes each byte of eight bits of its 64, from a given one on
 
 
@@ -273,6 +274,11 @@ def permutes() -> bool:
 def has_wide_registers() -> bool:
     """Return whether it has 32 registers of sixteen numbers (AVX-512), which others have for eight or four."""
     return "+avx512f" in _features()
+
+
+def multiplies_bytes() -> bool:
+    """Return whether it adds products of four bytes to each of sixteen integers at once (AVX-512 VNNI)."""
+    return "+avx512vnni" in _features()
 
 
 @cache

@@ -8,18 +8,27 @@ Values in 4 bits are multiplied by the Hadamard matrix before rounding, which sp
 is their mixture: the matrix is its own inverse (QuaRot, arXiv 2404.00456).
 
 Tokens lie in tiles of TILE. In a tile the keys lie channel by channel, so that a register holds a channel of 16 tokens
-and no product is summed across a register; the values lie token by token, 16 channels to a register. After the codes
-[d, TILE] of keys come their scales [groups, 2, TILE] fp16, then the codes [TILE, width] of values and their scales.
+and no product is summed across a register; the values lie token by token, 16 channels to a register. Four codes are
+together, of channels of a key or of tokens of a channel of values: a register holds 16 times four. After the codes
+[d / 4, TILE, 4] of keys, or [TILE / 4, width, 4] of values, come their scales [groups, 2, TILE] fp16. Numbers in
+bfloat16 are [d, TILE] and [TILE, d]. Keys and values have tiles of their own: read in turn, they would halve the speed
+of memory.
 
-Shapes: q [H, d], k, v [Hk, n, d], tiles [Hk, m, bytes] uint8 without gaps, sizes [Hk, d] fp32 -> out [H, d].
+Where a processor multiplies four bytes at once, codes are not widened. Queries are given as three bytes, which loses
+nothing, and the weights of a tile as two, which changes a result by some 1e-5 of the range of the values. Codes of
+eight bits are off by up to 2e-3 of it.
+
+Shapes: q [H, d], k, v [Hk, n, d], tiles two [Hk, m, bytes] uint8 without gaps, sizes [Hk, d] fp32 -> out [H, d].
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import copy
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,7 +36,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvcli.kernels import chain
-from kvcli.kernels._llvm import FlatArrays, all_of, at_address, lanes
+from kvcli.kernels._llvm import BYTE_PRODUCTS, FlatArrays, all_of, at_address, lanes, multiplies_bytes
 from kvcli.kernels._numba import compiled, inlined, intrinsic, prange, run, serves
 from kvcli.kernels.chain import floats
 from kvcli.kernels.decode_attention import (
@@ -63,10 +72,13 @@ TOKENS_AT_ONCE = 64  # written by a thread at once
 MOST_AT_ONCE = 1 << 12  # tokens that are made wide at once before they are rounded
 
 
-class TilePart(NamedTuple):
-    """Keys or values in a tile: first byte of codes, bits of a code, and channels that share a scale; 0 for none."""
+Tiles = tuple[Tensor, Tensor]
+"""Tiles of keys and tiles of values."""
 
-    begin: int
+
+class TilePart(NamedTuple):
+    """Tiles of keys or of values: bits of a code, and channels that share a scale; 0 for none."""
+
     bits: int
     channels: int
 
@@ -74,12 +86,17 @@ class TilePart(NamedTuple):
         """Count the scales of a token."""
         return d // self.channels if self.channels else 0
 
+    @property
+    def together(self) -> int:
+        """The codes that lie together; fewer if channels are not divided by four."""
+        return 1 if self.bits == 16 else 4
+
     def scales_at(self, d: int) -> int:
         """Return the first byte of scales."""
-        return self.begin + TILE * d * self.bits // 8
+        return TILE * d * self.bits // 8
 
-    def end(self, d: int) -> int:
-        """Return the byte after the last one."""
+    def bytes(self, d: int) -> int:
+        """Return the bytes of a tile in a KV head."""
         return self.scales_at(d) + 4 * TILE * self.groups(d)
 
 
@@ -100,9 +117,10 @@ class TileFormat(NamedTuple):
         return _parts(self)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of a tile in a KV head."""
-        return self.parts[1].end(self.d)
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of a tile of keys, and of one of values, in a KV head."""
+        keys, values = self.parts
+        return keys.bytes(self.d), values.bytes(self.d)
 
     @property
     def turned(self) -> int:
@@ -111,24 +129,31 @@ class TileFormat(NamedTuple):
 
     @property
     def fills_registers(self) -> bool:
-        """Whether values fill registers, and each register is in one group."""
-        _, bits, channels = self.parts[1]
-        return self.d * min(bits, 8) // 8 % LANES == 0 and channels % LANES == 0
+        """Whether values fill registers, and each register is in one group, as are keys that lie together."""
+        keys, values = self.parts
+        whole = self.d * min(values.bits, 8) // 8 % LANES == 0 and values.channels % LANES == 0
+        return whole and keys.channels % keys.together == 0
 
-    def suits_loops(self, tiles: Tensor) -> bool:
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether loops multiply codes as they are."""
+        return self.block is not None and self.parts[0].channels % LANES == 0 and multiplies_bytes()
+
+    def suits_loops(self, tiles: Tiles) -> bool:
         """Return whether loops take the tiles."""
-        return self.fills_registers and serves(tiles, dtype=torch.uint8)
+        return self.fills_registers and serves(*tiles, dtype=torch.uint8)
 
-    def write(self, tiles: Tensor, first: int, k: Tensor, v: Tensor, sizes: Tensor) -> None:
+    def write(self, tiles: Tiles, first: int, k: Tensor, v: Tensor, sizes: Tensor) -> None:
         """Write tokens k, v [Hk, n, d] to tiles, from token `first` on."""
         if not self.suits_loops(tiles):
             self.write_ref(tiles, first, k, v, sizes)
             return
         for begin in range(0, k.shape[1], MOST_AT_ONCE):
             some = [x[:, begin : begin + MOST_AT_ONCE].float() for x in (k, v)]
-            run(_writing(self), 2 * some[0].numel(), *some, sizes, tiles, tiles.view(torch.uint16), first + begin)
+            halves = [part.view(torch.uint16) for part in tiles]
+            run(_writing(self), 2 * some[0].numel(), *some, sizes, *tiles, *halves, first + begin)
 
-    def write_ref(self, tiles: Tensor, first: int, k: Tensor, v: Tensor, sizes: Tensor) -> None:
+    def write_ref(self, tiles: Tiles, first: int, k: Tensor, v: Tensor, sizes: Tensor) -> None:
         """Reference of `write`, in plain torch."""
         for tokens, tile, begin in _pieces(first, k.shape[1]):
             for number, (part, x) in enumerate(zip(self.parts, (k, v), strict=True)):
@@ -136,25 +161,27 @@ class TileFormat(NamedTuple):
                 rows = turned(rows, self.turned) if number else rows / sizes[:, None]
                 count = min(rows.shape[1], TILE)
                 rows = rows.unflatten(1, (-1, count))  # type: ignore[no-untyped-call]  # [Hk, t, count, d]
-                some = tiles[:, tile : tile + rows.shape[1]]
-                codes, scales = self._views(some, number)
+                codes, scales = self._views(tiles[number][:, tile : tile + rows.shape[1]], number)
                 if self.block is None:
-                    codes[:, :, begin : begin + count] = rows.bfloat16()
-                    continue
-                found, scale, zero = self.block.codes(rows[..., None, :], number)
-                found = found.flatten(-4).to(torch.uint8)
+                    found = rows.bfloat16()
+                else:
+                    levels, scale, zero = self.block.codes(rows[..., None, :], number)
+                    found = levels.flatten(-4).to(torch.uint8)
+                    for at, numbers in enumerate((scale, zero)):
+                        scales[:, :, begin : begin + count, :, at] = numbers[..., 0, 0, :, 0]
                 if part.bits == 4:
                     low_half, high_half = found.chunk(2, -1)
                     found = low_half | high_half << 4
-                codes[:, :, begin : begin + count] = found
-                for at, numbers in enumerate((scale, zero)):
-                    scales[:, :, begin : begin + count, :, at] = numbers[..., 0, 0, :, 0]
+                its = codes.flatten(4).flatten(2, 3).clone()
+                its[:, :, begin : begin + count] = found
+                codes.copy_(its.view_as(codes))
 
-    def read(self, tiles: Tensor, tokens: int, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, tiles: Tiles, tokens: int, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first `tokens` keys and values in fp32, [Hk, tokens, d]."""
-        tiles, found = tiles[:, : -(-tokens // TILE)], []
-        for number, part in enumerate(self.parts):
-            codes, scales = self._views(tiles, number)
+        found = []
+        for number, (part, its) in enumerate(zip(self.parts, tiles, strict=True)):
+            codes, scales = self._views(its[:, : -(-tokens // TILE)], number)
+            codes = codes.flatten(4).flatten(2, 3)
             if part.bits == 4:
                 codes = torch.cat((codes & 15, codes >> 4), -1)
             numbers = codes.float()
@@ -166,15 +193,19 @@ class TileFormat(NamedTuple):
         return found[0] * sizes[:, None], turned(found[1], self.turned)
 
     def _views(self, tiles: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """View the codes [Hk, t, TILE, width or d] and the scales [Hk, t, TILE, groups, 2] of keys or values."""
+        """View the codes and the scales [Hk, t, TILE, groups, 2] of keys or values.
+
+        Codes are [Hk, t, TILE, 1, d / 4, 4] of keys and [Hk, t, TILE / 4, 4, width, 1] of values.
+        """
         part = self.parts[number]
-        middle = part.scales_at(self.d)
-        codes, scales = tiles[..., part.begin : middle], tiles[..., middle : part.end(self.d)]
+        middle, together = part.scales_at(self.d), part.together if number else math.gcd(self.d, part.together)
+        codes, scales = tiles[..., :middle], tiles[..., middle:]
         codes = codes.view(torch.bfloat16) if part.bits == 16 else codes
-        shape = (TILE, -1) if number else (-1, TILE)
+        shape = (TILE // together, 1, -1, together) if number else (-1, 1, TILE, together)
         codes = codes.unflatten(-1, shape)  # type: ignore[no-untyped-call]
+        codes = codes.transpose(3, 5) if number else codes.transpose(2, 4)
         scales = scales.view(torch.float16).unflatten(-1, (part.groups(self.d), 2, TILE))  # type: ignore[no-untyped-call]
-        return codes if number else codes.transpose(-1, -2), scales.movedim(-1, -3)
+        return codes, scales.movedim(-1, -3)
 
 
 def turned(x: Tensor, size: int) -> Tensor:
@@ -201,11 +232,10 @@ def _turn(row: Any, size: int, scale: Any) -> None:
 
 @cache
 def _parts(form: TileFormat) -> tuple[TilePart, TilePart]:
-    d, block = form.d, form.block
+    block = form.block
     groups = [0, 0] if block is None else [each.channels for each in block.groups]
     bits = (16, 16) if block is None else block.bits
-    keys = TilePart(0, bits[0], groups[0])
-    return keys, TilePart(keys.end(d), bits[1], groups[1])
+    return TilePart(bits[0], groups[0]), TilePart(bits[1], groups[1])
 
 
 def _pieces(first: int, count: int) -> Iterator[tuple[slice, int, int]]:
@@ -246,15 +276,15 @@ def _of_half(_: Any, __: Any) -> Any:
 
 @inlined
 def _write_token(k: Any, v: Any, sizes: Any, own: Any, its: Any, t: int, row: Any, codes: Any, how: Any) -> None:
-    """Round a token's key and value [d] into place `t` of a tile, given as bytes and as halves; `row` and `codes` [d].
+    """Round a token's key and value [d] into place `t` of their tiles; `row` and `codes` [d].
 
-    `how`: d, the channels that are turned together, and of keys and of values the first byte, the bits of a code,
-    channels and scales, and the first half of these. They are known at compile time.
+    `own` and `its` are the tiles as bytes and as halves. `how`: d, the channels that are turned together, and of keys
+    and of values the bits of a code, channels and scales, and the first half of these. They are known at compile time.
     """
     d, size, keys, values = how
     bits, largest, half, none = row.view(np.uint32), np.float32(LARGEST), np.float32(0.5), np.uint16(0x7E00)
     for part in range(2):
-        begin, code_bits, channels, groups, scales = values if part else keys
+        code_bits, channels, groups, scales = values if part else keys
         most = np.float32((1 << code_bits) - 1)
         for c in range(d):
             row[c] = v[c] if part else k[c] / sizes[c]
@@ -265,7 +295,7 @@ def _write_token(k: Any, v: Any, sizes: Any, own: Any, its: Any, t: int, row: An
                 b = bits[c]
                 b = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
                 b = b if row[c] == row[c] else np.uint32(0x7FC0)
-                its[begin // 2 + (t * d + c if part else c * TILE + t)] = b
+                its[part][t * d + c if part else c * TILE + t] = b
             continue
         for r in range(groups):
             low, high, whole = largest, -largest, True
@@ -280,25 +310,25 @@ def _write_token(k: Any, v: Any, sizes: Any, own: Any, its: Any, t: int, row: An
             step = _of_half(scale)
             step = step if step != 0 else np.float32(1)
             at = scales + r * 2 * TILE + t
-            its[at], its[at + TILE] = scale, (zero if whole else none)
+            its[part][at], its[part][at + TILE] = scale, (zero if whole else none)
             for c in range(r * channels, (r + 1) * channels):
                 code = np.floor((row[c] - shift) / step + half)
                 code = code if code > 0 else np.float32(0)
                 codes[c] = np.uint8(code if code < most else most)
         if part == 0:
             for c in range(d):
-                own[begin + c * TILE + t] = codes[c]
+                own[0][(c // 4 * TILE + t) * 4 + c % 4] = codes[c]
         else:
             width = d * code_bits // 8
             for c in range(width):
-                own[begin + t * width + c] = codes[c] | codes[c + width] << 4 if code_bits == 4 else codes[c]
+                code = codes[c] | codes[c + width] << 4 if code_bits == 4 else codes[c]
+                own[1][(t // 4 * width + c) * 4 + t % 4] = code
 
 
 def _how_to_write(form: TileFormat) -> Any:
     """Return what `_write_token` is told of tiles."""
     d = form.d
-    parts = [(*part, part.groups(d), part.scales_at(d) // 2) for part in form.parts]
-    return d, form.turned, *[(begin, bits, channels, *rest) for begin, bits, channels, *rest in parts]
+    return d, form.turned, *[(*part, part.groups(d), part.scales_at(d) // 2) for part in form.parts]
 
 
 @cache
@@ -307,7 +337,9 @@ def _writing(form: TileFormat) -> Any:
     d, how = form.d, _how_to_write(form)
 
     @compiled
-    def write(k: Any, v: Any, sizes: Any, tiles: Any, halves: Any, first: int) -> None:
+    def write(
+        k: Any, v: Any, sizes: Any, keys: Any, values: Any, key_halves: Any, value_halves: Any, first: int
+    ) -> None:
         heads, n, _ = k.shape
         pieces = (n + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
         for piece in prange(heads * pieces):
@@ -315,9 +347,21 @@ def _writing(form: TileFormat) -> Any:
             row, codes = np.empty(d, np.float32), np.empty(d, np.uint8)
             for i in range(begin, min(n, begin + TOKENS_AT_ONCE)):
                 tile, t = (first + i) // TILE, (first + i) % TILE
-                _write_token(k[h, i], v[h, i], sizes[h], tiles[h, tile], halves[h, tile], t, row, codes, how)
+                own, its = (keys[h, tile], values[h, tile]), (key_halves[h, tile], value_halves[h, tile])
+                _write_token(k[h, i], v[h, i], sizes[h], own, its, t, row, codes, how)
 
     return write
+
+
+_QUERY_BYTES, _WEIGHT_BYTES = 3, 2
+_LEAST = float(np.float32(1e-30))  # below it, numbers are taken as 0: they have no inverse
+
+
+def _floats() -> Any:
+    """Return the type of 16 numbers."""
+    from llvmlite import ir
+
+    return ir.VectorType(ir.FloatType(), LANES)
 
 
 class _Tile(FlatArrays):
@@ -331,44 +375,96 @@ class _Tile(FlatArrays):
         return other
 
     def words(self, offset: int, bits: int) -> Any:
-        """Load 16 numbers of 8 or 16 bits from a byte on, as integers of 32 bits."""
+        """Load 16 numbers of 16 or 32 bits from a byte on, as integers of 32 bits."""
         from llvmlite import ir
 
-        held = self.load(0, LANES * bits // 8, offset)
-        kind = ir.VectorType(ir.IntType(bits), LANES)
-        return self.builder.zext(self.builder.bitcast(held, kind), ir.VectorType(ir.IntType(32), LANES))
+        held = self.builder.bitcast(self.load(0, LANES * bits // 8, offset), ir.VectorType(ir.IntType(bits), LANES))
+        return held if bits == 32 else self.builder.zext(held, ir.VectorType(ir.IntType(32), LANES))
 
-    def numbers(self, offset: int, bits: int) -> list[Any]:
-        """Widen a register of codes from a byte on: 16 numbers, or twice 16 of 4 bits."""
-        from llvmlite import ir
-
-        words, builder = self.words(offset, max(bits, 8)), self.builder
-        floats = ir.VectorType(ir.FloatType(), LANES)
-
-        def constant(x: int) -> Any:
-            return ir.Constant(words.type, [x] * LANES)
-
+    def numbers(self, words: Any, bits: int) -> list[Any]:
+        """Widen words to fp32: that of a bfloat16, or the four codes in a word."""
         if bits == 16:
-            return [builder.bitcast(builder.shl(words, constant(16)), floats)]
-        halves = [builder.and_(words, constant(15)), builder.lshr(words, constant(4))] if bits == 4 else [words]
-        return [builder.sitofp(each, floats) for each in halves]
+            return [self.builder.bitcast(self._by("shl", words, 16), _floats())]
+        codes = [self._by("and_", self._by("lshr", words, 8 * i) if i else words, 255) for i in range(4)]
+        return [self.builder.sitofp(each, _floats()) for each in codes]
+
+    def both_halves(self, words: Any) -> list[Any]:
+        """Take the codes of 4 bits in words apart: lower ones, and upper ones."""
+        return [self._by("and_", each, 0x0F0F0F0F) for each in (words, self._by("lshr", words, 4))]
+
+    def _by(self, what: str, words: Any, number: int) -> Any:
+        from llvmlite import ir
+
+        return getattr(self.builder, what)(words, ir.Constant(words.type, [number] * LANES))
 
     def halves(self, offset: int) -> Any:
         """Load 16 numbers in half precision from a byte on."""
         from llvmlite import ir
 
         held = self.builder.bitcast(self.load(0, 2 * LANES, offset), ir.VectorType(ir.HalfType(), LANES))
-        return self.builder.fpext(held, ir.VectorType(ir.FloatType(), LANES))
+        return self.builder.fpext(held, _floats())
 
     def everywhere(self, argument: int, offset: int) -> Any:
         """Load a number into all 16 lanes."""
         one = self.load(argument, 1, offset)
         return lanes(self.builder, (one, one), [0] * LANES)
 
+    def everywhere_as(self, kind: Any, argument: int, offset: int) -> Any:
+        """Load a number of four bytes into all 16 lanes."""
+        return all_of(self.builder, self.builder.bitcast(self.load(argument, 4, offset), kind), LANES)
+
     def add_product(self, total: Any, x: Any, y: Any) -> None:
         """Add x y to what lies at `total`."""
         product = self.builder.fmul(x, y, flags=("contract",))
         self.builder.store(self.builder.fadd(self.builder.load(total), product, flags=("contract",)), total)
+
+    def add_products(self, total: Any, words: Any, signed: Any) -> None:
+        """Add the products of the four bytes in each word to the integers at `total`; those of `signed` have a sign."""
+        from llvmlite import ir
+        from numba.core import cgutils
+
+        declare: Any = cgutils.get_or_insert_function
+        products = declare(self.builder.module, ir.FunctionType(words.type, [words.type] * 3), BYTE_PRODUCTS)
+        self.builder.store(self.builder.call(products, [self.builder.load(total), words, signed]), total)
+
+    def of_bytes(self, totals: list[Any]) -> Any:
+        """Add up in fp32 what the lowest, the next and further bytes of numbers gave, at `totals`."""
+        from llvmlite import ir
+
+        lowest, second, *others = (self.builder.load(each) for each in totals)
+        total = self.builder.sitofp(self.builder.add(self._by("shl", second, 8), lowest), _floats())
+        for i, each in enumerate(others, 2):
+            worth = ir.Constant(_floats(), [float(1 << 8 * i)] * LANES)
+            product = self.builder.fmul(self.builder.sitofp(each, _floats()), worth, flags=("contract",))
+            total = self.builder.fadd(total, product, flags=("contract",))
+        return total
+
+    def in_bytes(self, registers: list[Any], count: int) -> tuple[list[list[Any]], Any, list[Any]]:
+        """Round numbers to `count` bytes: these [count][registers], the lowest first, the step, and the rests."""
+        from llvmlite import ir
+        from numba.core import cgutils
+
+        builder, declare = self.builder, cast(Any, cgutils.get_or_insert_function)
+        number, real, most = ir.IntType(32), ir.FloatType(), float(127 << 8 * (count - 1))  # all bytes have signs
+        words = ir.VectorType(number, LANES)
+        magnitudes = [self._by("and_", builder.bitcast(each, words), 0x7FFFFFFF) for each in registers]
+        largest = magnitudes[0]
+        for each in magnitudes[1:]:
+            largest = builder.select(builder.icmp_signed(">", each, largest), each, largest)
+        highest = declare(builder.module, ir.FunctionType(number, [words]), f"llvm.vector.reduce.smax.v{LANES}i32")
+        top = builder.bitcast(builder.call(highest, [largest]), real)
+        some = builder.fcmp_ordered(">", top, ir.Constant(real, _LEAST))
+        per = builder.select(some, builder.fdiv(ir.Constant(real, most), top), ir.Constant(real, 0.0))
+        whole = declare(builder.module, ir.FunctionType(_floats(), [_floats()]), f"llvm.rint.v{LANES}f32")
+        found, step = [], builder.fmul(top, ir.Constant(real, float(np.float32(1 / most))))
+        scaled = [builder.fmul(each, all_of(builder, per, LANES)) for each in registers]
+        rounded = [builder.call(whole, [each]) for each in scaled]
+        left = [builder.fptosi(each, words) for each in rounded]
+        for _ in range(count):
+            found.append([builder.trunc(each, ir.VectorType(ir.IntType(8), LANES)) for each in left])
+            left = [self._by("ashr", self._by("add", each, 128), 8) for each in left]
+        held = [builder.fmul(each, all_of(builder, step, LANES), flags=("contract",)) for each in rounded]
+        return found, step, [builder.fsub(*both, flags=("contract",)) for both in zip(registers, held, strict=True)]
 
     def ask_for(self, offset: int) -> None:
         """Prefetch the cache line of a byte."""
@@ -384,6 +480,30 @@ class _Tile(FlatArrays):
 
 
 MOST_SUMS = 16  # registers of sums; others hold what is added
+
+
+@intrinsic
+def _in_bytes(_: Any, numbers: Any, number: Any, out: Any, place: Any, apart: Any, count: Any) -> Any:
+    """Round `count` times 16 numbers to _QUERY_BYTES; return the step.
+
+    Flat arrays: numbers of fp32 from `number` on, out of bytes from `place` on, the lowest ones first; others are
+    `apart`. `apart` and `count` are known at compile time.
+    """
+    from numba import types
+
+    if not all(isinstance(each, types.Literal) for each in (apart, count)):
+        return None
+
+    def split(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        held = _Tile(context, builder, signature, given)
+        registers = [held.load(0, LANES, LANES * i) for i in range(count.literal_value)]
+        found, step, _ = held.in_bytes(registers, _QUERY_BYTES)
+        for part, its in enumerate(found):
+            for i, register in enumerate(its):
+                held.store(2, register, part * apart.literal_value + LANES * i)
+        return step
+
+    return types.float32(numbers, number, out, place, apart, count), split
 
 
 @intrinsic
@@ -406,9 +526,10 @@ def _score(
 ) -> Any:
     """Multiply the keys of a tile, which starts at byte `tile`, with `group` queries.
 
-    Flat arrays of fp32: q [group, d] from `query` on, its sums over groups of channels [group, groups] from `own` on,
-    out [group, TILE] from `place` on, whose rows are `step` apart. `size` is the bytes of a tile; it and the numbers
-    after it are known at compile time.
+    Flat arrays: q [group, d] fp32 from `query` on, or their bytes [_QUERY_BYTES, group, d]; fp32 from `own` on, their
+    sums over groups of channels [group, groups], and the steps of bytes [group, groups]; out [group, TILE] fp32 from
+    `place` on, whose rows are `step` apart. `size` is the bytes of a tile; it and the numbers after it are
+    known at compile time.
     """
     from llvmlite import ir
     from numba import types
@@ -418,51 +539,113 @@ def _score(
         return None
 
     def score(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        held, number = _Tile(context, builder, signature, given), given[1].type
+        held, number, word = _Tile(context, builder, signature, given), given[1].type, ir.IntType(32)
         tools: Any = cgutils
-        width, count = bits.literal_value // 8, group.literal_value
-        shared = channels.literal_value or d.literal_value
-        groups = d.literal_value // shared
-        zero = ir.Constant(ir.VectorType(ir.FloatType(), LANES), [0.0] * LANES)
-        registers = 4 if 4 * count <= MOST_SUMS else 2
+        count, row, in_bytes = group.literal_value, d.literal_value, q.dtype == types.int8
+        together, width = (1, 2) if bits.literal_value == 16 else (4, 4)  # codes that are together, and their bytes
+        shared, parts = channels.literal_value or row, _QUERY_BYTES if in_bytes else 1
+        groups = row // shared
+        nothing = ir.Constant(ir.VectorType(word, LANES) if in_bytes else _floats(), [0] * LANES)
+        registers = next(n for n in (4, 2, 1) if n * count * parts <= MOST_SUMS or n == 1)
+        registers = registers if in_bytes else max(2, registers)
         rows = [held.moved(6, builder.mul(given[8], number(g))) for g in range(count)]
         for first in range(0, TILE, LANES * registers):
-            totals = [[zero] * registers for _ in range(count)]
+            totals = [[ir.Constant(_floats(), [0.0] * LANES)] * registers for _ in range(count)]
             for r in range(groups):
-                found = [[tools.alloca_once_value(builder, zero) for _ in range(registers)] for _ in range(count)]
-                with cgutils.for_range(builder, number(shared)) as loop:
-                    channel = builder.add(loop.index, number(r * shared))
-                    here = held.moved(0, builder.mul(channel, number(TILE * width))).moved(2, channel)
-                    if first == 0:
-                        for line in range(width):
-                            here.ask_for(size.literal_value + TILE * line)
-                    places = [width * (first + LANES * register) for register in range(registers)]
-                    codes = [here.numbers(place, bits.literal_value)[0] for place in places]
-                    for g in range(count):
-                        x = here.everywhere(2, g * d.literal_value)
-                        for register in range(registers):
-                            here.add_product(found[g][register], x, codes[register])
-                for register in range(registers):
-                    ends = [[builder.load(found[g][register])] for g in range(count)]
+                found = [
+                    [[tools.alloca_once_value(builder, nothing) for _ in range(parts)] for _ in range(registers)]
+                    for _ in range(count)
+                ]
+                with cgutils.for_range(builder, number(shared // together)) as loop:
+                    channel = builder.add(loop.index, number(r * shared // together))
+                    here = held.moved(0, builder.mul(channel, number(TILE * width)))
+                    here = here.moved(2, builder.mul(channel, number(together)))
+                    for line in range(width * first // TILE, width * (first + LANES * registers) // TILE):
+                        here.ask_for(size.literal_value + TILE * line)
+                    words = [here.words(width * (first + LANES * i), 8 * width) for i in range(registers)]
+                    if in_bytes:
+                        for part, g in product(range(parts), range(count)):
+                            x = here.everywhere_as(word, 2, (part * count + g) * row)
+                            for i in range(registers):
+                                here.add_products(found[g][i][part], words[i], x)
+                    else:
+                        numbers = [here.numbers(each, bits.literal_value) for each in words]
+                        for c, g in product(range(together), range(count)):
+                            x = here.everywhere(2, g * row + c)
+                            for i in range(registers):
+                                here.add_product(found[g][i][0], x, numbers[i][c])
+                for i in range(registers):
+                    if in_bytes:
+                        ends = [held.of_bytes(found[g][i]) for g in range(count)]
+                        steps = [held.everywhere(4, (count + g) * groups + r) for g in range(count)]
+                        ends = [builder.fmul(*both) for both in zip(ends, steps, strict=True)]
+                    else:
+                        ends = [builder.load(found[g][i][0]) for g in range(count)]
                     if bits.literal_value == 16:
                         for g in range(count):
-                            totals[g][register] = ends[g][0]
+                            totals[g][i] = ends[g]
                         continue
-                    at = TILE * d.literal_value + 2 * (2 * r * TILE + first + LANES * register)
+                    at = TILE * row + 2 * (2 * r * TILE + first + LANES * i)
                     scale, lowest = held.halves(at), held.halves(at + 2 * TILE)
                     for g in range(count):
                         by = held.everywhere(4, g * groups + r)
-                        scaled = builder.fmul(scale, ends[g][0], flags=("contract",))
+                        scaled = builder.fmul(scale, ends[g], flags=("contract",))
                         shifted = builder.fmul(lowest, by, flags=("contract",))
                         both = builder.fadd(scaled, shifted, flags=("contract",))
-                        totals[g][register] = builder.fadd(totals[g][register], both, flags=("contract",))
+                        totals[g][i] = builder.fadd(totals[g][i], both, flags=("contract",))
             for g in range(count):
-                for register in range(registers):
-                    rows[g].store(6, totals[g][register], first + LANES * register)
+                for i in range(registers):
+                    rows[g].store(6, totals[g][i], first + LANES * i)
         return context.get_dummy_value()
 
     given = tiles, tile, q, query, sums, own, out, place, step, d, bits, channels, size, group
     return types.none(*given), score
+
+
+_STEP_AT = _WEIGHT_BYTES * TILE  # after a tile's weights in bytes
+_SCRATCH = _STEP_AT + LINE  # the row of a query's weights in bytes, and their step
+
+
+def _scale_weights(tile: _Tile, of_weights: list[_Tile], scratch: _Tile, of_out: list[_Tile], how: Any) -> None:
+    """Emit what `_mix` does first for a group of channels: weights times scales go to `scratch`.
+
+    Weights times zeros, which all channels of the group have in common, go to the results. `how`: bytes of a token in a
+    tile, bits of a code, channels of the group, and whether scratch takes bytes.
+    """
+    from llvmlite import ir
+    from numba.core import cgutils
+
+    (width, bits, channels, in_bytes), builder, tokens = how, tile.builder, tile.given[9]
+    zero = ir.Constant(_floats(), [0.0] * LANES)
+    middle = ir.Constant(_floats(), [((1 << bits) - 1) / 2] * LANES)
+    lowest, scaled = [zero] * len(of_out), [list[Any]() for _ in of_out]
+    for first in range(0, TILE, LANES):
+        at = TILE * width + 2 * first
+        scale, low = tile.halves(at), tile.halves(at + 2 * TILE)
+        lane = ir.Constant(ir.VectorType(tokens.type, LANES), list(range(first, first + LANES)))
+        there = builder.icmp_signed("<", lane, all_of(builder, tokens, LANES))
+        for g, its in enumerate(of_weights):
+            w = its.load(2, LANES, first)
+            scaled[g].append(builder.select(there, builder.fmul(w, scale), zero))
+            lowest[g] = builder.fadd(lowest[g], builder.select(there, builder.fmul(w, low), zero))
+    kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), zero.type])
+    declare: Any = cgutils.get_or_insert_function
+    add_up = declare(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
+    for g, out in enumerate(of_out):
+        if in_bytes:
+            found, step, rests = tile.in_bytes(scaled[g], _WEIGHT_BYTES)
+            for rest in rests:  # of codes in the middle: otherwise all channels would be off alike
+                missing = builder.fmul(rest, middle, flags=("contract",))
+                lowest[g] = builder.fadd(lowest[g], missing, flags=("contract",))
+            for part, i in product(range(_WEIGHT_BYTES), range(TILE // LANES)):
+                scratch.store(4, found[part][i], g * _SCRATCH + part * TILE + LANES * i)
+            scratch.store(4, builder.bitcast(step, ir.VectorType(ir.IntType(8), 4)), g * _SCRATCH + _STEP_AT)
+        else:
+            for i in range(TILE // LANES):
+                scratch.store(4, scaled[g][i], g * TILE + LANES * i)
+        sum_of = builder.call(add_up, [ir.Constant(ir.FloatType(), 0.0), lowest[g]], fastmath=("reassoc",))
+        for c in range(0, channels, LANES):
+            out.store(6, builder.fadd(out.load(6, LANES, c), all_of(builder, sum_of, LANES)), c)
 
 
 @intrinsic
@@ -487,7 +670,8 @@ def _mix(
     """Add the first `tokens` values of a tile, which start at byte `tile`, by the weights of `group` queries.
 
     Flat arrays of fp32: weights [group, TILE] from `weight` on and out [group, d] from `place` on, whose rows are
-    `steps` apart; scratch [groups, group, TILE] from `own` on. The last numbers are known at compile time.
+    `steps` apart; scratch [groups, group, TILE] from `own` on, or bytes [groups, group, _SCRATCH]. The last numbers are
+    known at compile time.
     """
     from llvmlite import ir
     from numba import types
@@ -497,117 +681,134 @@ def _mix(
         return None
 
     def mix(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        held, number = _Tile(context, builder, signature, given), given[1].type
+        held, number, word = _Tile(context, builder, signature, given), given[1].type, ir.IntType(32)
         tools: Any = cgutils
-        count, width = group.literal_value, d.literal_value * bits.literal_value // 8
+        count, shared, in_bytes = group.literal_value, channels.literal_value, scratch.dtype == types.int8
+        width, row = d.literal_value * bits.literal_value // 8, _SCRATCH if in_bytes else TILE
         weight_step, out_step = tools.unpack_tuple(builder, given[8])
         of_weights = [held.moved(2, builder.mul(weight_step, number(g))) for g in range(count)]
         of_out = [held.moved(6, builder.mul(out_step, number(g))) for g in range(count)]
-        zero = ir.Constant(ir.VectorType(ir.FloatType(), LANES), [0.0] * LANES)
-        shared = channels.literal_value
-        if shared:  # the weights times the scales; and the zeros, which all channels of a group have in common
+        if shared:
             with cgutils.for_range(builder, number(d.literal_value // shared)) as loop:
-                r = loop.index
-                here = held.moved(0, builder.mul(r, number(4 * TILE)))
-                target = held.moved(4, builder.mul(r, number(count * TILE)))
-                lowest = [zero] * count
-                for first in range(0, TILE, LANES):
-                    at = TILE * width + 2 * first
-                    scale, low = here.halves(at), here.halves(at + 2 * TILE)
-                    words = ir.VectorType(number, LANES)
-                    lane = ir.Constant(words, list(range(first, first + LANES)))
-                    there = builder.icmp_signed("<", lane, all_of(builder, given[9], LANES))
-                    for g in range(count):
-                        w = of_weights[g].load(2, LANES, first)
-                        target.store(4, builder.fmul(w, scale), g * TILE + first)
-                        low_part = builder.select(there, builder.fmul(w, low), zero)
-                        lowest[g] = builder.fadd(lowest[g], low_part)
-                kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), zero.type])
-                declare: Any = cgutils.get_or_insert_function
-                add_up = declare(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
-                begin = builder.mul(r, number(shared))
-                for g in range(count):
-                    nothing = ir.Constant(ir.FloatType(), 0.0)
-                    total = all_of(builder, builder.call(add_up, [nothing, lowest[g]], fastmath=("reassoc",)), LANES)
-                    row = of_out[g].moved(6, begin)
-                    for c in range(0, shared, LANES):
-                        row.store(6, builder.fadd(row.load(6, LANES, c), total), c)
-        each = 2 if bits.literal_value == 4 else 1  # registers of sums for one of codes
-        code_bytes = LANES * max(8, bits.literal_value) // 8
-        at_once = max(1, MOST_SUMS // (count * each))
+                here = held.moved(0, builder.mul(loop.index, number(4 * TILE)))
+                target = held.moved(4, builder.mul(loop.index, number(count * row)))
+                own_out = [each.moved(6, builder.mul(loop.index, number(shared))) for each in of_out]
+                _scale_weights(here, of_weights, target, own_out, (width, bits.literal_value, shared, in_bytes))
+        together, code_bytes = (4, LANES) if shared else (1, 2 * LANES)  # tokens, and bytes of a token in a register
+        each, parts = 2 if bits.literal_value == 4 else 1, _WEIGHT_BYTES if in_bytes else 1  # sums for codes in one
+        at_once = max(1, MOST_SUMS // (count * each * parts))
         begins = range(0, width, code_bytes)
+        turns = builder.sdiv(builder.add(given[9], number(together - 1)), number(together))
         for some in (begins[at : at + at_once] for at in range(0, len(begins), at_once)):
             columns = [
-                [begin // code_bytes * LANES + half * d.literal_value // 2 for half in range(each)] for begin in some
+                begin // code_bytes * LANES + half * d.literal_value // 2 for begin in some for half in range(each)
             ]
-            sums = [
-                [
-                    [tools.alloca_once_value(builder, of_out[g].load(6, LANES, column)) for column in both]
-                    for both in columns
-                ]
-                for g in range(count)
-            ]
-            with cgutils.for_range(builder, given[9]) as loop:
-                here = held.moved(0, builder.mul(loop.index, number(width)))
+            group_of = [column // shared if shared else 0 for column in columns]
+            whole = ir.Constant(ir.VectorType(word, LANES), [0] * LANES)
+            begun = [[whole if in_bytes else its.load(6, LANES, column) for column in columns] for its in of_out]
+            sums = [[[tools.alloca_once_value(builder, x) for _ in range(parts)] for x in its] for its in begun]
+            with cgutils.for_range(builder, turns) as loop:
+                here = held.moved(0, builder.mul(loop.index, number(width * together)))
+                there = held.moved(4, builder.mul(loop.index, number(together)))
                 for begin in some:
-                    if begin % TILE == 0:
-                        here.ask_for(begin + size.literal_value)
-                codes = [here.numbers(begin, bits.literal_value) for begin in some]
-                for g in range(count):
-                    if shared:
-                        its = {column // shared for both in columns for column in both}
-                        there = held.moved(4, loop.index)
-                        by = {r: there.everywhere(4, (r * count + g) * TILE) for r in sorted(its)}
+                    if begin * together % TILE == 0:
+                        here.ask_for(begin * together + size.literal_value)
+                words = [here.words(begin * together, 8 * together if shared else 16) for begin in some]
+                if bits.literal_value == 4:
+                    words = [half for both in words for half in here.both_halves(both)]
+                if in_bytes:
+                    for part, g in product(range(parts), range(count)):
+                        by = {r: there.everywhere_as(word, 4, (r * count + g) * row + part * TILE) for r in {*group_of}}
+                        for i, r in enumerate(group_of):
+                            here.add_products(sums[g][i][part], words[i], by[r])
+                else:
+                    numbers = [here.numbers(its, bits.literal_value) for its in words]
+                    for t, g in product(range(together), range(count)):
+                        if shared:
+                            by = {r: there.everywhere(4, (r * count + g) * row + t) for r in {*group_of}}
+                        else:
+                            by = {0: of_weights[g].moved(2, loop.index).everywhere(2, 0)}
+                        for i, r in enumerate(group_of):
+                            here.add_product(sums[g][i][0], by[r], numbers[i][t])
+            for g, its in enumerate(of_out):
+                for i, (column, r) in enumerate(zip(columns, group_of, strict=True)):
+                    if in_bytes:
+                        step = held.everywhere_as(ir.FloatType(), 4, (r * count + g) * row + _STEP_AT)
+                        added = builder.fmul(held.of_bytes(sums[g][i]), step, flags=("contract",))
+                        total = builder.fadd(its.load(6, LANES, column), added, flags=("contract",))
                     else:
-                        by = {0: of_weights[g].moved(2, loop.index).everywhere(2, 0)}
-                    for i, both in enumerate(columns):
-                        for half, column in enumerate(both):
-                            here.add_product(sums[g][i][half], by[column // shared if shared else 0], codes[i][half])
-            for g in range(count):
-                for i, both in enumerate(columns):
-                    for half, column in enumerate(both):
-                        of_out[g].store(6, builder.load(sums[g][i][half]), column)
+                        total = builder.load(sums[g][i][0])
+                    its.store(6, total, column)
         return context.get_dummy_value()
 
     given = tiles, tile, weights, weight, scratch, own, out, place, steps, tokens, d, bits, channels, size, group
     return types.none(*given), mix
 
 
-# What the loops are told besides, see `KV_HEADS` and so on: addresses of the tiles and of the channel sizes, tiles of a
-# head, tokens in tiles that are read, and other tokens; the row of the newest one among these and its place in the
+# What the loops are told besides, see `KV_HEADS` and so on: addresses of both tiles and of the channel sizes, tiles of
+# a head, tokens in tiles that are read, and other tokens; the row of the newest one among these and its place in the
 # tiles, or -1 where it is stored already.
-_TILES, _SIZES, _HELD, _FAR, _NEAR, _NEWEST, _PLACE, TOLD = range(TOKEN + 1, TOKEN + 9)
+_KEY_TILES, _VALUE_TILES, _SIZES, _HELD, _FAR, _NEAR, _NEWEST, _PLACE, TOLD = range(TOKEN + 1, TOKEN + 10)
 
 
 @inlined
 def _room(told: Any, d: int, group: int) -> Any:
-    """View the room: scores of tokens in tiles and of others, the results of all pieces, and lse."""
-    heads, begin, near = told[KV_HEADS], told[ROOM], told[_NEAR]
-    far_row, row = row_in_loops((told[_FAR] + TILE - 1) // TILE * TILE), row_in_loops(near)
-    pieces = told[PIECES] // heads
-    scores = floats(begin, heads, group, far_row)
-    others = floats(begin + 4 * heads * group * far_row, heads, group, row)
-    begin += 4 * heads * group * (far_row + row)
+    """View the room: scores of tokens that are not in tiles, the results of all pieces, and lse."""
+    heads, begin, row = told[KV_HEADS], told[ROOM], row_in_loops(told[_NEAR])
+    pieces, others = told[PIECES] // heads, floats(begin, heads, group, row)
+    begin += 4 * heads * group * row
     parts = floats(begin, heads, pieces, group, d + LINE)
-    return scores, others, parts, floats(begin + 4 * heads * pieces * group * (d + LINE), heads, group)
+    return others, parts, floats(begin + 4 * heads * pieces * group * (d + LINE), heads, group)
+
+
+@inlined
+def _queries(numbers: Any, _: Any, __: Any) -> Any:
+    """Return what keys are multiplied with: the queries [group, d] themselves."""
+    return numbers
+
+
+@inlined
+def _queries_in_bytes(numbers: Any, sums: Any, sizes: Any) -> Any:
+    """Return what keys are multiplied with: bytes of the queries [_QUERY_BYTES, group, d]. Steps go after the sums."""
+    groups, registers, apart = sizes
+    found, of_group = np.empty(_QUERY_BYTES * apart, np.int8), LANES * registers
+    for i in range(groups):
+        sums[groups + i] = _in_bytes(numbers, i * of_group, found, i * of_group, apart, registers)
+    return found
+
+
+@inlined
+def _scratch(groups: int, group: int) -> Any:
+    return np.empty(groups * group * TILE, np.float32)
+
+
+@inlined
+def _scratch_in_bytes(groups: int, group: int) -> Any:
+    return np.empty(groups * group * _SCRATCH, np.int8)
 
 
 @cache
-def _loops(form: TileFormat, group: int) -> tuple[int, int]:
-    """Make the loops for `group` queries that share a KV head: of a piece of a head, and over a head's pieces."""
-    d, size, (keys, values) = form.d, form.bytes, form.parts
-    (k_begin, k_bits, k_channels), (v_begin, v_bits, v_channels) = keys, values
+def _loops(form: TileFormat, group: int, in_bytes: bool) -> tuple[int, int]:
+    """Make the loops for `group` queries that share a KV head: of a piece of a head, and over a head's pieces.
+
+    `in_bytes` says whether codes are multiplied as they are.
+    """
+    d, (k_size, v_size), (keys, values) = form.d, form.bytes, form.parts
+    (k_bits, k_channels), (v_bits, v_channels) = keys, values
     k_groups, v_groups, shared = max(1, keys.groups(d)), max(1, values.groups(d)), k_channels or d
+    queries, scratch_of = (_queries_in_bytes, _scratch_in_bytes) if in_bytes else (_queries, _scratch)
+    sizes_of_queries = group * k_groups, shared // LANES, group * d
     room, turning, scaling, how = d + LINE, form.turned, np.float32(form.turned**-0.5), _how_to_write(form)
 
     def attend_to_piece(place: int, x: int, _: int, unit: int) -> None:
         told = at_address(place, np.int64(0), TOLD)
         heads, far, held = told[KV_HEADS], told[_FAR], told[_HELD]
-        scores, others, parts, _lse = _room(told, d, group)
+        others, parts, _lse = _room(told, d, group)
         pieces, own_pieces = parts.shape[1], (far + PIECE - 1) // PIECE
         h, own = unit // pieces, unit % pieces
         q, sizes = floats(x, heads, group, d), floats(told[_SIZES], heads, d)
-        tiles = at_address(told[_TILES], np.uint8(0), heads * held * size)
+        k_tiles = at_address(told[_KEY_TILES], np.uint8(0), heads * held * k_size)
+        v_tiles = at_address(told[_VALUE_TILES], np.uint8(0), heads * held * v_size)
         if own >= own_pieces:
             n, head, token = told[_NEAR], told[HEAD], told[TOKEN]
             span = (heads - 1) * head + (n - 1) * token + d
@@ -617,17 +818,20 @@ def _loops(form: TileFormat, group: int) -> tuple[int, int]:
                 new_k, new_v = newest[group * heads + h], newest[(group + 1) * heads + h]
                 for c in range(d):
                     k[to + c], v[to + c] = new_k[c], new_v[c]
-                first = (h * held + told[_PLACE] // TILE) * size
-                its, halves = tiles[first : first + size], at_address(told[_TILES] + first, np.uint16(0), size // 2)
+                tile = h * held + told[_PLACE] // TILE
+                k_place, v_place = told[_KEY_TILES] + tile * k_size, told[_VALUE_TILES] + tile * v_size
+                its = at_address(k_place, np.uint8(0), k_size), at_address(v_place, np.uint8(0), v_size)
+                halves = at_address(k_place, np.uint16(0), k_size // 2), at_address(v_place, np.uint16(0), v_size // 2)
                 numbers, codes = np.empty(d, np.float32), np.empty(d, np.uint8)
                 _write_token(new_k, new_v, sizes[h], its, halves, told[_PLACE] % TILE, numbers, codes, how)
             read = q, k, v, head, token, head, token, n * heads * d >= FAR
             attend_to_all(told, read, others, n, h, own - own_pieces, parts[h, own], (d, group))
             return
-        first, last, step = own * PIECE, min(own * PIECE + PIECE, far), scores.shape[2]
-        mine, sums = np.empty(group * d, np.float32), np.empty(group * k_groups, np.float32)
-        scratch = np.empty(v_groups * group * TILE, np.float32)
-        flat_scores, flat_parts = floats(told[ROOM], heads * group * step), parts.reshape(-1)
+        first, last, step = own * PIECE, min(own * PIECE + PIECE, far), row_in_loops(PIECE)
+        scores = np.empty((1, group, step), np.float32)  # of a piece, so that they stay in a cache
+        mine, sums = np.empty(group * d, np.float32), np.empty(2 * group * k_groups, np.float32)
+        scratch = scratch_of(v_groups, group)
+        flat_scores, flat_parts = scores.reshape(-1), parts.reshape(-1)
         for g in range(group):
             for r in range(k_groups):
                 total = np.float32(0)
@@ -635,17 +839,18 @@ def _loops(form: TileFormat, group: int) -> tuple[int, int]:
                     mine[g * d + c] = q[h, g, c] * sizes[h, c]
                     total += mine[g * d + c]
                 sums[g * k_groups + r] = total
-        begin, end, row = first // TILE, (last + TILE - 1) // TILE, h * group * step
-        for tile in range(begin, end):
-            at, there = (h * held + tile) * size + k_begin, row + tile * TILE
-            _score(tiles, at, mine, 0, sums, 0, flat_scores, there, step, d, k_bits, k_channels, size, group)
-        weigh_all(told, scores, h, first, last, parts[h, own], d)
-        for tile in range(begin, end):
-            at, there = (h * held + tile) * size + v_begin, row + tile * TILE
-            to, some = (h * pieces + own) * group * room, min(TILE, last - tile * TILE)
+        given = queries(mine, sums, sizes_of_queries)
+        begin, count = h * held + first // TILE, (last - first + TILE - 1) // TILE
+        for tile in range(count):
+            at, there = (begin + tile) * k_size, tile * TILE
+            _score(k_tiles, at, given, 0, sums, 0, flat_scores, there, step, d, k_bits, k_channels, k_size, group)
+        weigh_all(told, scores, 0, 0, last - first, parts[h, own], d)
+        for tile in range(count):
+            at, there = (begin + tile) * v_size, tile * TILE
+            to, some = (h * pieces + own) * group * room, min(TILE, last - first - tile * TILE)
             # fmt: off
-            _mix(tiles, at, flat_scores, there, scratch, 0, flat_parts, to, (step, room), some,
-                 d, v_bits, v_channels, size, group)
+            _mix(v_tiles, at, flat_scores, there, scratch, 0, flat_parts, to, (step, room), some,
+                 d, v_bits, v_channels, v_size, group)
             # fmt: on
         if turning > 1:
             for g in range(group):
@@ -653,16 +858,16 @@ def _loops(form: TileFormat, group: int) -> tuple[int, int]:
 
     def merge(place: int, _: int, out: int, h: int) -> None:
         told = at_address(place, np.int64(0), TOLD)
-        _, _, parts, lse = _room(told, d, group)
+        _, parts, lse = _room(told, d, group)
         merge_pieces(parts[h : h + 1], floats(out, told[KV_HEADS], group, d)[h : h + 1], lse[h : h + 1])
 
     return chain.called_loop(attend_to_piece), chain.called_loop(merge)
 
 
 class NarrowTokens(NamedTuple):
-    """The first `tokens` in tiles [Hk, m, bytes], with the channel sizes [Hk, d] of their keys."""
+    """The first `tokens` in tiles, with the channel sizes [Hk, d] of their keys."""
 
-    tiles: Tensor
+    tiles: Tiles
     tokens: int
     form: TileFormat
     sizes: Tensor
@@ -707,20 +912,20 @@ class NarrowAttentionInChain(AttentionInChain):
 
     @override
     def loops(self) -> tuple[int, int]:
-        return _loops(self.form, self.heads // self.kv_heads)
+        return _loops(self.form, self.heads // self.kv_heads, self.form.multiplies_bytes)
 
     @override
     def room(self, tokens: NarrowAndRecent) -> int:
-        far, near = tokens.far.tokens, tokens.kv.shape[2]
-        rows = row_of(-(-far // TILE) * TILE) + row_of(near)
-        return self.heads * (rows + self._pieces(tokens) * (self.size + LINE) + 1)
+        pieces = self._pieces(tokens) * (self.size + LINE)
+        return self.heads * (row_of(tokens.kv.shape[2]) + pieces + 1)
 
     @override
     def tell(self, row: Any, tokens: NarrowAndRecent, room: int) -> int:
         (tiles, far, _, sizes), kv, newest = tokens
         about, near = self.about(kv, self._pieces(tokens), room), kv.shape[2]
         place = tokens.length - 1
-        row[:TOLD] = *about, tiles.data_ptr(), sizes.data_ptr(), tiles.shape[1], far, near, newest, place
+        addresses = (each.data_ptr() for each in (*tiles, sizes))
+        row[:TOLD] = *about, *addresses, tiles[0].shape[1], far, near, newest, place
         return 2 * self.kv_heads * tokens.length * self.size
 
     def _pieces(self, tokens: NarrowAndRecent) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -12,6 +14,7 @@ from kvcli.kernels.narrow_attention import (
     NarrowDtype,
     NarrowTokens,
     TileFormat,
+    Tiles,
     narrow_attention,
 )
 from kvcli.kernels.prefill_attention import prefill_attention
@@ -24,15 +27,16 @@ from kvcli.memory.tiers import Footprint, Tiers, Traffic, nbytes
 
 
 class NarrowCache(LayerCache):
-    """Tiles of tokens, [Hk, tiles, bytes], and the `recent` ones as computed; quantised keys have channel `sizes`.
+    """Tiles of keys and of values, [Hk, tiles, bytes], and the `recent` tokens as computed.
 
-    A token is rounded when it comes, and read so once it is no longer recent.
+    Quantised keys have channel `sizes`. A token is rounded when it comes, and read so once it is no longer recent.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, held: NarrowDtype, tiers: Tiers):
         self.length, self.capacity = 0, capacity
         self.format = TileFormat(held, head_dim)
-        self.tiles = tiers.on_device(num_kv_heads, -(-capacity // TILE), self.format.bytes, dtype=torch.uint8)
+        shapes = [(num_kv_heads, -(-capacity // TILE), size) for size in self.format.bytes]
+        self.tiles = cast(Tiles, tuple(tiers.on_device(*shape, dtype=torch.uint8) for shape in shapes))
         self.sizes = tiers.on_device(num_kv_heads, head_dim, dtype=torch.float32).fill_(1)
         self.recent = RecentTokens(capacity, num_kv_heads, head_dim, tiers)
 
@@ -81,20 +85,20 @@ class NarrowCache(LayerCache):
 
     def settled(self) -> list[Settled]:
         """Return the tiles that are full."""
-        return [Settled(self.tiles, 1, self.length // TILE, -(-self.length // TILE))]
+        return [Settled(each, 1, self.length // TILE, -(-self.length // TILE)) for each in self.tiles]
 
     @override
     def attended(self) -> Tensor:
-        return token_mask(self.tiles, self.length, range(self.length))
+        return token_mask(self.tiles[0], self.length, range(self.length))
 
     @override
     def footprint(self) -> Footprint:
-        return Footprint(device=nbytes(self.tiles, self.sizes)) + self.recent.footprint()
+        return Footprint(device=nbytes(*self.tiles, self.sizes)) + self.recent.footprint()
 
     @override
     def traffic(self, length: int) -> Traffic:
         recent = min(length, self.recent.kv.shape[1])
-        tiles = (length - recent) * nbytes(self.tiles[:, :1]) // TILE
+        tiles = (length - recent) * nbytes(*(each[:, :1] for each in self.tiles)) // TILE
         return Traffic(attended=tiles + recent * nbytes(self.recent.kv[:, :1]))
 
     @property

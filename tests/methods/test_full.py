@@ -76,7 +76,8 @@ def test_tokens_taken_back_windows_and_copies(held):
     k, v = torch.randn(2, HK, 150, D, generator=generator)
     q = torch.randn(H, 150, D, generator=generator)
     method = new_method("full", {"kv_dtype": held}, LAYERS, 150)
-    method.caches[0].tiles.fill_(255)
+    for tiles in method.caches[0].tiles:
+        tiles.fill_(255)
     method.prefill(0, k[:, :60], v[:, :60], q[:, :0], SOFTMAX)
     for at in range(60, 70):
         method.attend(0, q[:, at], -k[:, at], -v[:, at], SOFTMAX)
@@ -90,8 +91,9 @@ def test_tokens_taken_back_windows_and_copies(held):
     for row, at in enumerate((140, 141)):
         exact = attention(q[:, at], keys[:, : at + 1], values[:, : at + 1], SOFTMAX.scale)
         torch.testing.assert_close(found[:, row].double(), exact, atol=1e-4, rtol=1e-3)
-    (settled,) = method.caches[0].settled()
-    assert settled[1:] == (1, 142 // TILE, 1 + 142 // TILE)
+    for tiles, settled in zip(method.caches[0].tiles, method.caches[0].settled(), strict=True):
+        assert settled[0] is tiles
+        assert settled[1:] == (1, 142 // TILE, 1 + 142 // TILE)
     for recent, length in ((3, 137), (0, 120)):  # of the recent tokens, some are taken back, or all
         method.caches[0].rewind(length)
         found = method.attend(0, q[:, length], k[:, length], v[:, length], SOFTMAX)
@@ -126,7 +128,7 @@ def test_bytes_are_planned_as_they_are_held(held):
     (sequence,) = run(tiny_model("llama"), "full", {"kv_dtype": held}, [[5] * 78], 12)
     assert sequence.method.footprint().device >= planned.device  # the run has some tokens to spare
     layer = geometry.layers[0]
-    of_a_tile = TileFormat(held, layer.head_dim).bytes
+    of_a_tile = sum(TileFormat(held, layer.head_dim).bytes)
     beside = 4 * layer.head_dim + 2 * 4 * RECENT * layer.head_dim  # channel sizes, recent tokens
     assert planned.device == len(geometry.layers) * layer.num_kv_heads * (2 * of_a_tile + beside)
 
