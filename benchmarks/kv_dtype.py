@@ -162,7 +162,7 @@ def main() -> None:
     two.add_argument("--steps", type=int, default=10, help="timed decode steps a run")
     two.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
     three = add_command(commands, resident, "kv_resident")
-    three.add_argument("--models", nargs="+", default=["smollm2", "llama-3.2-1b-q4_k"])
+    three.add_argument("--models", nargs="+", default=["smollm2", "llama-3.2-1b-q8_0", "llama-3.2-1b-q4_k"])
     three.add_argument("--depths", nargs="+", type=int, default=[0, 4096, 16_384], help="tokens")
     three.add_argument("--steps", type=int, default=16, help="timed decode steps a run")
     three.add_argument("--repeats", type=int, default=5, help="runs of each, in turn")
