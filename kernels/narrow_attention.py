@@ -11,8 +11,8 @@ Tokens lie in tiles of TILE. In a tile the keys lie channel by channel, so that 
 and no product is summed across a register; the values lie token by token, 16 channels to a register. Four codes are
 together, of channels of a key or of tokens of a channel of values: a register holds 16 times four. After the codes
 [d / 4, TILE, 4] of keys, or [TILE / 4, width, 4] of values, come their scales [groups, 2, TILE] fp16. Numbers in
-bfloat16 are [d, TILE] and [TILE, d]. Keys and values have tiles of their own: read in turn, they would halve the speed
-of memory.
+bfloat16 are [d, TILE] and [TILE, d]. Keys and values have tiles of their own, because memory gives what lies together
+faster.
 
 Where a processor multiplies four bytes at once, codes are not widened. Queries are given as three bytes, which loses
 nothing, and the weights of a tile as two, which changes a result by some 1e-5 of the range of the values. Codes of
