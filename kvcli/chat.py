@@ -219,19 +219,16 @@ class Dialogue:
                 (usage).
         """
         checkpoint, sampling, profile, tokens = self.checkpoint, self.sampling, self.profile, len(ids)
-        notices = []
         if profile.unnamed:
             costs = checkpoint.geometry, checkpoint.dtype, checkpoint.place, [tokens + sampling.max_tokens]
             profile = unnamed.choose(profile, *costs, partial(self._lack, ids))
-            assert profile.chosen is not None
-            notices += [profile.chosen] if self._chosen is None or profile.hash != self._chosen.hash else []
-            self._chosen = profile
-        elif profile.chosen is not None:
-            notices.append(profile.chosen)
+            if self._chosen is None or profile.hash != self._chosen.hash:
+                self._chosen = profile
+            profile = self._chosen  # with the line of when it was chosen: one of every turn's length would be news
         if (lacking := self._lack(ids, profile)) is not None:
             way_out = "use a smaller --budget, --dtype or --max-tokens, or a shorter document"
             raise KvcliError(lacking, way_out, ExitCode.WILL_NOT_FIT)
-        notices += profile_notices(profile, checkpoint, tokens)
+        notices = profile_notices(profile, checkpoint, tokens)
         beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
         if beyond is not None and not self._warned and not memory.reads_by_windows(profile, checkpoint):
             notices.append(f"{beyond}: the text may be poor")

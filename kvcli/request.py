@@ -100,7 +100,7 @@ def settle_method(
     observer: Observer,
     loaded: bool = False,
 ) -> GenerationRequest:
-    """Choose by what fits if nobody named a method, and say so; drafts that gain nothing are named.
+    """Choose by what fits if nobody named a method; drafts that gain nothing are named.
 
     Retrieval stays where something is asked of it: a disk, drafts to check, an audit. A model that selects by itself
     does so in any case.
@@ -128,8 +128,6 @@ def settle_method(
         chosen = f"no --method: using {request.profile.method}, because {asked} is for retrieval"
         request = replace(request, profile=replace(request.profile, unnamed=False, chosen=chosen))
     if not request.profile.unnamed or not lengths:
-        if request.profile.chosen is not None:
-            observer.notice(request.profile.chosen)
         return request
     free = memory.available(checkpoint.place)
 
@@ -143,10 +141,7 @@ def settle_method(
         run = memory.contexts(len(lengths), max(sizes).tokens)
         return memory.shortage(run, replace(wanted, weights=0) if loaded else wanted, checkpoint.place, free)
 
-    found = unnamed.choose(*costs, lack)
-    assert found.chosen is not None
-    observer.notice(found.chosen)
-    return replace(request, profile=found)
+    return replace(request, profile=unnamed.choose(*costs, lack))
 
 
 def check(
@@ -162,17 +157,15 @@ def check(
     Raises:
         KvcliError: the run will not fit (exit code 3); the weights count unless they are `loaded` already.
     """
+    shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
+    for notice in profile_notices(request.profile, checkpoint, shortest):
+        observer.notice(notice)
     sizes, beside = _memory_of(request, checkpoint, prompts)
     memory.check(request.profile, checkpoint, sizes, request.sampling, loaded=loaded, disk=disk, **beside)
-    shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
     asked = any(prompt.prompt is not None and prompt.prompt.is_asked for prompt in prompts)
     plain = plain_text_notice(checkpoint, request.template) if asked else None
     penalty = request.sampling.repetition_penalty if request.sampling.max_tokens > 1 else None
-    for notice in [
-        *checkpoint.notices(penalty),
-        *filter(None, [plain]),
-        *profile_notices(request.profile, checkpoint, shortest),
-    ]:
+    for notice in [*checkpoint.notices(penalty), *filter(None, [plain])]:
         observer.notice(notice)
     longest = max(capacities(request, prompts))
     if rotates_by_length(checkpoint.config, shortest, longest):

@@ -136,7 +136,11 @@ def run(spec: ModelSpec, request: BatchRequest, observer: Observer, tally: Tally
         until_the_end.enter_context(results)
         jobs = request.shard.jobs(jobs) if request.shard is not None else jobs
         checkpoint = open_checkpoint(spec)
-        request = replace(request, profile=unnamed.native(request.profile, checkpoint.geometry))
+        profile = unnamed.native(request.profile, checkpoint.geometry)
+        if profile.unnamed:
+            line = f"no --method: using {profile.method} for all rows, an approximation; --method full is exact"
+            profile = replace(profile, unnamed=False, chosen=line)
+        request = replace(request, profile=profile)
         disk = disk_for(request.disk, [request.profile], checkpoint.device, request.max_inflight)
         rules = Rules(request.profile, checkpoint, inputs, disk)
         keys = {job.custom_id: rules.key(job) for job in jobs}
@@ -199,15 +203,10 @@ class _Run:
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
         """Load the model and run the jobs."""
         request, observer, checkpoint = self.request, self.observer, self.rules.checkpoint
-        if request.profile.unnamed:
-            method = request.profile.method
-            observer.notice(f"no --method: using {method} for all rows, an approximation; --method full is exact")
-        elif request.profile.chosen is not None:
-            observer.notice(request.profile.chosen)
         shortest, penalty = min(job.tokens for job in jobs), request.sampling.repetition_penalty
         plain = plain_text_notice(checkpoint, request.template) if any(job.asked for job in jobs) else None
         own = profile_notices(request.profile, checkpoint, shortest)
-        for notice in [*checkpoint.notices(penalty), *filter(None, [plain]), *own]:
+        for notice in [*own, *checkpoint.notices(penalty), *filter(None, [plain])]:
             observer.notice(notice)
         library = open_library(GenerationRequest(request.profile, (), kv=request.kv), checkpoint, observer)
         observer.stage("load")

@@ -183,8 +183,12 @@ def profile_mismatch(profile: Profile, checkpoint: Checkpoint) -> str | None:
 
 
 def profile_notices(profile: Profile, checkpoint: Checkpoint, shortest: int) -> list[str]:
-    """List what a user of `profile` should know before a run whose shortest prompt has `shortest` tokens."""
-    return [each for each in (profile.for_prompt(shortest).notice, profile_mismatch(profile, checkpoint)) if each]
+    """List what a user of `profile` should know before a run whose shortest prompt has `shortest` tokens.
+
+    The first line says which method serves and why, where nobody named one.
+    """
+    told = profile.chosen, profile.for_prompt(shortest).notice, profile_mismatch(profile, checkpoint)
+    return [each for each in told if each]
 
 
 def refuse_mismatch(profile: Profile, checkpoint: Checkpoint) -> None:
