@@ -384,8 +384,8 @@ row_in_loops = inlined(row_of)
 
 # What the loops of attention in a chain are told: how many heads there are, and pieces of all of them, which count the
 # blocks; addresses of scale and softcap, of room, and of keys and values; numbers from head to head and from token to
-# token; tokens.
-KV_HEADS, PIECES, FORM, ROOM, KEYS, VALUES, HEAD, TOKEN, _LENGTH, TOLD = range(10)
+# token; tokens, and the row of the newest one.
+KV_HEADS, PIECES, FORM, ROOM, KEYS, VALUES, HEAD, TOKEN, _LENGTH, _NEWEST, TOLD = range(11)
 
 
 @inlined
@@ -430,8 +430,8 @@ def _loops_in_chain(d: int, group: int) -> tuple[int, int]:
         pieces, span = parts.shape[1], (heads - 1) * head + (n - 1) * token + d
         h, own = unit // pieces, unit % pieces
         k, v = floats(told[KEYS], span), floats(told[VALUES], span)
-        if own == pieces - 1:  # the newest token is in it
-            newest, to = floats(x, (group + 2) * heads, d), h * head + (n - 1) * token
+        if own == told[_NEWEST] // PIECE:
+            newest, to = floats(x, (group + 2) * heads, d), h * head + told[_NEWEST] * token
             for c in range(d):
                 k[to + c] = newest[group * heads + h, c]
                 v[to + c] = newest[(group + 1) * heads + h, c]
@@ -448,10 +448,14 @@ def _loops_in_chain(d: int, group: int) -> tuple[int, int]:
 
 
 class Tokens(NamedTuple):
-    """Keys and values [2, Hk, capacity, d], and how many tokens there are with the newest one, which is the last."""
+    """Keys and values [2, Hk, capacity, d], whose first `length` rows are tokens with the newest one.
+
+    That goes to row `newest`, by default the last; the others may be in any order.
+    """
 
     kv: Tensor
     length: int
+    newest: int = -1
 
     @property
     def form(self) -> None:
@@ -459,7 +463,7 @@ class Tokens(NamedTuple):
 
 
 class AttentionInChain:
-    """Attention of one row to all tokens of a layer, in a `Chain`; it appends the newest key and value first.
+    """Attention of one row to all tokens of a layer, in a `Chain`; it stores the newest key and value first.
 
     The row has the queries, the keys and the values of its heads of `size` numbers, one after another.
     """
@@ -488,7 +492,7 @@ class AttentionInChain:
     def tell(self, row: Any, tokens: Any, room: int) -> int:
         """Write what the stages are told [TOLD], with the address of their room; return the numbers that they read."""
         length: int = tokens.length
-        row[:TOLD] = *self.about(tokens.kv, -(-length // PIECE), room), length
+        row[:TOLD] = *self.about(tokens.kv, -(-length // PIECE), room), length, tokens.newest % length
         return 2 * self.kv_heads * length * self.size
 
     def about(self, kv: Tensor, pieces: int, room: int) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.decode_attention import Tokens, decode_attention
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.softmax import Softmax
 from kvcli.kernels.topk import kept_tokens
@@ -56,6 +57,17 @@ class PrunedCache(TokenMajorCache):
     def append(self, k: Tensor, v: Tensor) -> int:
         self.positions[:, self.held] = self.length
         return super().append(k, v)
+
+    @override
+    def tokens_in_chain(self) -> ChainTokens | None:
+        """Return the kept tokens, unless the layer comes to the device for every step."""
+        return None if self.offload else Tokens(self.kv.transpose(1, 2), self.held + 1)
+
+    @override
+    def take_row(self) -> int:
+        self.positions[:, self.held] = self.length
+        self.length, self.held = self.length + 1, self.held + 1
+        return 0
 
     @override
     def settled(self) -> list[Settled]:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvcli.kernels.decode_attention import decode_attention
+from kvcli.kernels.decode_attention import Tokens, decode_attention
+from kvcli.kernels.narrow_attention import ChainTokens
 from kvcli.kernels.page_table import SlotLayout
 from kvcli.kernels.prefill_attention import prefill_attention
 from kvcli.kernels.softmax import Softmax
@@ -41,6 +42,14 @@ class SlidingCache(ResidentCache):
     def append(self, k: Tensor, v: Tensor) -> int:
         row = self.row_of(self.length)
         self.k[:, row], self.v[:, row] = k, v
+        return self.take_row()
+
+    @override
+    def tokens_in_chain(self) -> ChainTokens | None:
+        return Tokens(self.kv, min(self.length + 1, self.sink + self.window), self.row_of(self.length))
+
+    @override
+    def take_row(self) -> int:
         self.length += 1
         return 0
 
@@ -121,6 +130,10 @@ class ChunkCache(SlidingCache):
         held = self.length - self.dropped
         self.k[:, :held], self.v[:, :held] = k[:, self.dropped :], v[:, self.dropped :]
         return 0
+
+    @override
+    def tokens_in_chain(self) -> ChainTokens | None:
+        return Tokens(self.kv, self.row_of(self.length) + 1)
 
     @override
     def attend_window(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

@@ -443,7 +443,8 @@ class Method(PromptParts, PromptWindows, ABC, Generic[ConfigT, CacheT]):
         kind, context, plan = type(self), self.context, self.plan
         usual = kind.attend is Method.attend and kind.attend_to is Method.attend_to
         usual = usual and (kind.retrieve is Method.retrieve or kind.attends_to_rows)
-        does_more = plan.turn is not None or plan.rounds is not None or plan.evict is not None
+        more = plan.prepare, plan.turn, plan.rounds, plan.evict
+        does_more = any(each is not None for each in more)
         if not usual or (does_more and self.retrieval) or context.timeline.enabled or context.attention_observer:
             return None
         found = list[tuple[ChainTokens, Pages | None]]()

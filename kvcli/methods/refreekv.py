@@ -91,6 +91,7 @@ class ReFreeKV(Method[ReFreeKVConfig, PrunedCache]):
     offloads = False
     group_consistent = True
     device_memory = "O(k + g)"
+    attends_to_rows = True
     ablation: ClassVar[dict[str, dict[str, Any]]] = {  # table 5
         "k 1%": {"rows": "1%"},
         "k 5%": {"rows": "5%"},

@@ -63,6 +63,7 @@ class Streaming(Method[StreamingConfig, SlidingCache]):
     offloads = False
     group_consistent = True
     device_memory = "O(B)"
+    attends_to_rows = True
 
     def __init__(self, config: StreamingConfig, layers: Sequence[LayerGeometry], context: SequenceContext):
         super().__init__(config, layers, context)

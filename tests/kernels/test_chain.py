@@ -137,6 +137,19 @@ def test_attention_appends_and_reads_everything(group, kv_heads, d, softcap, hel
     near(out.view(-1, d), decode_attention_ref(q.double(), k, v, softmax))
 
 
+@pytest.mark.parametrize("row", [0, 3, 1023, 1024, 1499])
+def test_the_newest_token_goes_to_any_row(row):
+    """It takes the place of one that has left a ring."""
+    group, kv_heads, d, softmax = 2, 2, 16, Softmax(0.25)
+    x, kv = noise(1, D), cache_of(kv_heads, d, 1500, 1503)
+    before = kv.clone()
+    products, out = Attending(group, kv_heads, d, softmax)(x, Tokens(kv, 1500, row))
+    q, k, v = products.view(-1, d).split([group * kv_heads, kv_heads, kv_heads])
+    before[:, :, row] = torch.stack([k, v])
+    torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
+    near(out.view(-1, d), decode_attention_ref(q.double(), *before[:, :, :1500].double(), softmax))
+
+
 def test_attentions_of_several_layers_have_their_own_tokens():
     group, kv_heads, d = 2, 2, 16
     chained = Attending(group, kv_heads, d, Softmax(1.0), seeds=(1, 2))

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from engine import new_method
-from families import FAMILIES, VOCAB, tiny_config, tiny_model
+from families import FAMILIES, VOCAB, WINDOW, tiny_config, tiny_model
 from gguf import GGMLQuantizationType, quants
 from torch.nn import functional
 
@@ -239,18 +239,20 @@ def steps(hook, monkeypatch, name="full", settings=None, count=STEPS, **known):
     return torch.cat(found), launched, method
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_step_with_full_attention_is_one_loop(family, monkeypatch):
-    """And another one for the head; the first steps try layers out."""
+@pytest.mark.parametrize(
+    ("family", "count"), [("llama", STEPS), ("qwen2", STEPS), ("qwen3", STEPS), ("mistral", WINDOW + STEPS)]
+)
+def test_a_step_with_full_attention_is_one_loop(family, count, monkeypatch):
+    """And another one for the head; the first steps try layers out. A window's newest token takes the oldest's row."""
     model = tiny_model(family)
     with attached(model) as hook:
-        expected, _, kept = steps(hook, monkeypatch)
+        expected, _, kept = steps(hook, monkeypatch, count=count)
         with cpu_layers(model):
-            found, launched, held = steps(hook, monkeypatch)
+            found, launched, held = steps(hook, monkeypatch, count=count)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for mine, its in zip(held.caches, kept.caches, strict=True):
         torch.testing.assert_close(mine.kv, its.kv, rtol=1e-4, atol=1e-5)
-    assert launched[1:] == [2] * (STEPS - 1)
+    assert launched[1:] == [2] * (count - 1)
 
 
 @pytest.mark.parametrize("held", ["bfloat16", "int8", "k8v4"])
@@ -288,6 +290,41 @@ def test_attention_with_many_queries_a_head_stays_out_of_the_loop(monkeypatch):
         expected, _, _ = steps(hook, monkeypatch)
         with cpu_layers(model):
             found, launched, _ = steps(hook, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert min(launched) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("streaming", {"budget": 6, "sink": 1}),
+        ("streaming", {"budget": 4, "sink": 0}),
+        ("snapkv", {"budget": 4, "window": 2}),
+        ("refreekv", {}),
+    ],
+)
+def test_a_step_that_reads_all_that_is_held_is_one_loop(name, settings, monkeypatch):
+    """Also where the newest token takes the row of one that is dropped."""
+    model = tiny_model("llama")
+    with attached(model) as hook:
+        expected, _, kept = steps(hook, monkeypatch, name, settings, count=16)
+        with cpu_layers(model):
+            found, launched, held = steps(hook, monkeypatch, name, settings, count=16)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert launched[1:] == [2] * 15
+    assert held.context.counters.counts == kept.context.counters.counts
+    for layer, (mine, its) in enumerate(zip(held.caches, kept.caches, strict=True)):
+        assert mine.length == its.length
+        assert torch.equal(held.attended(layer), kept.attended(layer))
+        torch.testing.assert_close(mine.kv, its.kv, rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_that_move_keep_layers_apart(monkeypatch):
+    model, settings = tiny_model("llama"), {"budget": 6, "sink": 1, "positions": "cache"}
+    with attached(model) as hook:
+        expected, _, _ = steps(hook, monkeypatch, "streaming", settings, count=16)
+        with cpu_layers(model):
+            found, launched, _ = steps(hook, monkeypatch, "streaming", settings, count=16)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert min(launched) > 2
 

@@ -133,8 +133,11 @@ def _resolve(
 
 
 def cluster_loops_suit(members: Tensor) -> bool:
-    """Return whether the CPU loops can divide clusters of these members."""
-    return serves(members, dtype=torch.int32)
+    """Return whether the CPU loops can divide clusters of these members.
+
+    They do the work of twenty torch functions, so that they pay for fewer numbers than other loops.
+    """
+    return serves(members, dtype=torch.int32, numbers=8 * members.numel())
 
 
 def weighed_cpu(scores: Tensor, sizes: Tensor) -> Tensor:
