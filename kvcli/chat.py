@@ -224,20 +224,23 @@ class Dialogue:
             profile = unnamed.choose(profile, *costs, partial(self._lack, ids))
             if self._chosen is None or profile.hash != self._chosen.hash:
                 self._chosen = profile
-            profile = self._chosen  # with the line of when it was chosen: one of every turn's length would be news
+            profile = self._chosen  # its line names the length when it was chosen, and so is shown once
+        self._show(profile_notices(profile, checkpoint, tokens))
         if (lacking := self._lack(ids, profile)) is not None:
             way_out = "use a smaller --budget, --dtype or --max-tokens, or a shorter document"
             raise KvcliError(lacking, way_out, ExitCode.WILL_NOT_FIT)
-        notices = profile_notices(profile, checkpoint, tokens)
         beyond = checkpoint.geometry.beyond_positions(tokens + sampling.max_tokens, checkpoint.name)
         if beyond is not None and not self._warned and not memory.reads_by_windows(profile, checkpoint):
-            notices.append(f"{beyond}: the text may be poor")
+            self._show([f"{beyond}: the text may be poor"])
             self._warned = True
+        return profile
+
+    def _show(self, notices: Sequence[str]) -> None:
+        """Show the notices that were not shown before."""
         for notice in notices:
             if notice not in self._shown:
                 self._shown.add(notice)
                 self.observer.notice(notice)
-        return profile
 
     def _lack(self, ids: Sequence[int], profile: Profile) -> str | None:
         """Say of which memory a turn, with what is kept of the conversation, needs more than is free; None if it fits.

@@ -28,6 +28,7 @@ from kvcli.request import (
     open_disk,
     open_library,
     settle_method,
+    show_profile_notices,
 )
 from kvcli.runtime.checkpoint.kept_run import KeptRun
 from kvcli.runtime.engine import Engine, engine
@@ -96,6 +97,7 @@ def resume(
         with timeline.span("load"):
             checkpoint = open_checkpoint(kept.spec if model is None else replace(kept.spec, name=model))
             kept.check(checkpoint)
+            show_profile_notices(request, checkpoint, kept.prompts, observer)
             check(request, checkpoint, kept.prompts, observer)
             loaded = checkpoint.load()
         return _run(Generation(request, loaded, kept.prompts, kept.asked.pipeline, observer, timeline, kept))

@@ -100,14 +100,38 @@ def settle_method(
     observer: Observer,
     loaded: bool = False,
 ) -> GenerationRequest:
-    """Choose by what fits if nobody named a method; drafts that gain nothing are named.
+    """Choose by what fits if nobody named a method; show what a user of the profile should know.
 
+    The notices come before anything else may refuse the run: the refusal is then one of a method that was named.
     Retrieval stays where something is asked of it: a disk, drafts to check, an audit. A model that selects by itself
     does so in any case.
 
     Raises:
-        KvcliError: drafts or an audit are asked of a model that selects by itself (usage).
+        KvcliError: drafts or an audit are asked of a model that selects by itself, a budget that is a share of the
+            shortest prompt is too small for the method (usage).
     """
+    request = _with_method(request, checkpoint, prompts, observer, loaded)
+    show_profile_notices(request, checkpoint, prompts, observer)
+    return request
+
+
+def show_profile_notices(
+    request: GenerationRequest, checkpoint: Checkpoint, prompts: Sequence[EncodedPrompt], observer: Observer
+) -> None:
+    """Show what a user of the request's profile should know before the run."""
+    lengths = [len(prompt.ids) for prompt in prompts if prompt.error is None]
+    for notice in profile_notices(request.profile, checkpoint, min(lengths)):
+        observer.notice(notice)
+
+
+def _with_method(
+    request: GenerationRequest,
+    checkpoint: Checkpoint,
+    prompts: Sequence[EncodedPrompt],
+    observer: Observer,
+    loaded: bool,
+) -> GenerationRequest:
+    """Return the request with the method that serves; drafts that gain nothing are named."""
     selects = checkpoint.geometry.selects is not None
     if selects:
         beside = {"--lossless": request.lossless, "--audit": request.audit}
@@ -152,14 +176,11 @@ def check(
     loaded: bool = False,
     disk: DiskTier | None = None,
 ) -> None:
-    """Refuse what does not fit into memory or `disk`, and give notice of uses beyond the model's or profile's.
+    """Refuse what does not fit into memory or `disk`, and give notice of uses beyond the model's.
 
     Raises:
         KvcliError: the run will not fit (exit code 3); the weights count unless they are `loaded` already.
     """
-    shortest = min(len(prompt.ids) for prompt in prompts if prompt.error is None)
-    for notice in profile_notices(request.profile, checkpoint, shortest):
-        observer.notice(notice)
     sizes, beside = _memory_of(request, checkpoint, prompts)
     memory.check(request.profile, checkpoint, sizes, request.sampling, loaded=loaded, disk=disk, **beside)
     asked = any(prompt.prompt is not None and prompt.prompt.is_asked for prompt in prompts)
@@ -167,7 +188,7 @@ def check(
     penalty = request.sampling.repetition_penalty if request.sampling.max_tokens > 1 else None
     for notice in [*checkpoint.notices(penalty), *filter(None, [plain])]:
         observer.notice(notice)
-    longest = max(capacities(request, prompts))
+    shortest, longest = min(each.tokens for each in sizes), max(capacities(request, prompts))
     if rotates_by_length(checkpoint.config, shortest, longest):
         observer.notice(
             f"this model's rotary frequencies follow the length: all tokens have those of {longest:,}, "

@@ -228,11 +228,14 @@ def test_nothing_to_retry_and_no_room_are_said(dialogue, monkeypatch):
     talk = dialogue()
     with pytest.raises(KvcliError, match="nothing was asked yet"):
         next(talk.retry())
+    talk, notes = dialogue(method=None), Notes()
+    talk.observer = notes
     monkeypatch.setattr("kvcli.chat.memory.available", lambda device: {"host": 1})
     with pytest.raises(KvcliError, match=r"a conversation of .* tokens needs") as raised:
         say(talk, QUESTION)
     assert raised.value.exit_code is ExitCode.WILL_NOT_FIT
     assert not talk.exchanges
+    assert [note[:12] for note in notes.notices] == ["no --method:"]
 
 
 def test_a_turn_that_fits_no_more_is_answered_by_what_does(dialogue, checkpoint, monkeypatch):

@@ -1,5 +1,6 @@
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,9 +8,10 @@ from families import FAMILIES, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcli.capacity import unnamed
+from kvcli.capacity import memory, unnamed
 from kvcli.errors import ExitCode, KvcliError
 from kvcli.generate import generate
+from kvcli.inputs.options import DiskOptions, Keep
 from kvcli.inputs.profiles import resolve_profile
 from kvcli.inputs.prompts import Prompt
 from kvcli.methods.actqkv import ActQKV
@@ -17,6 +19,7 @@ from kvcli.models.loading import ModelSpec
 from kvcli.request import GenerationRequest
 from kvcli.runtime import engine
 from kvcli.runtime.sampling import Sampling
+from kvcli.runtime.saved.library import KVOptions
 from kvcli.telemetry.observer import Observer
 from kvcli.telemetry.timeline import Timeline
 
@@ -210,6 +213,21 @@ def test_context_past_the_models_positions_is_a_notice(tmp_path):
     watcher = Watcher()
     run(str(tmp_path), watcher, PROMPTS[:1])
     assert any("64 positions" in notice for notice in watcher.notices)
+
+
+@pytest.mark.parametrize("refused", ["for its memory", "for its saved KV", "for its disk"])
+def test_which_method_serves_is_said_before_the_run_is_refused(checkpoint, monkeypatch, tmp_path, refused):
+    request = GenerationRequest(resolve_profile(), PROMPTS, Sampling(max_tokens=4))
+    if refused == "for its memory":
+        monkeypatch.setattr(memory, "available", lambda _: {"host": 1})
+    elif refused == "for its saved KV":
+        request = replace(request, kv=KVOptions(use=tmp_path / "none"))
+    else:
+        request = replace(request, disk=DiskOptions(folder=tmp_path), keep=Keep(directory=tmp_path / "kept"))
+    watcher = Watcher()
+    with pytest.raises(KvcliError):
+        generate(ModelSpec(checkpoint), request, watcher)
+    assert [notice[:12] for notice in watcher.notices] == ["no --method:"]
 
 
 def test_drafts_that_gain_nothing_are_a_notice(checkpoint, monkeypatch):
